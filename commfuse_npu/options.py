@@ -13,6 +13,7 @@ from typing import Any
 from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.plan import Schedule, default_shape
 from commfuse_npu.plan.schedule import Shape
+from commfuse_npu.removed import REMOVED, removed
 
 __all__ = [
     "DEFAULTS",
@@ -101,9 +102,6 @@ OPTIONS: dict[str, Declared] = {
         "128 us), else 1; on NPUs in configs/hardware shorter blocks keep Megatron's code",
         type=whole(1),
     ),
-    "commfuse_taper": _option(
-        1.0, "length of a sub-block over that of the next to arrive", type=float
-    ),
     "commfuse_tuning": _option(
         "off",
         "on: find the fastest sub-blocks and lanes, or the plain path, at the first use of a "
@@ -112,12 +110,6 @@ OPTIONS: dict[str, Declared] = {
     ),
     "commfuse_reduce_dtype": _option(
         "none", "float32: add partial sums in fp32 and round once", choices=("none", "float32")
-    ),
-    "commfuse_wgrad": _option(
-        "whole",
-        "blocks: row-parallel layers run one weight-gradient GEMM per arriving block, which "
-        "rounds differently",
-        choices=("whole", "blocks"),
     ),
     "commfuse_attention": _option(
         False, "fuse attention with the projection of its output (needs proj among the layers)"
@@ -173,9 +165,26 @@ def option_name(attribute: str) -> str:
 def add_arguments(
     parser: argparse._ActionsContainer, options: Mapping[str, Declared] = OPTIONS
 ) -> None:
-    """Declare options without defaults; set :data:`DEFAULTS` on the parser if needed."""
+    """Declare options without defaults; set :data:`DEFAULTS` on the parser if needed.
+
+    Removed options are refused with what to use in their place.
+    """
     for name, (_, keywords) in options.items():
         parser.add_argument(option_name(name), **keywords)
+    for name in filter(_is_option, REMOVED):
+        refused: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        parser.add_argument(name, type=_refusal(name), **refused)
+
+
+def _is_option(name: str) -> bool:
+    return name.startswith("--")
+
+
+def _refusal(name: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        raise argparse.ArgumentTypeError(removed(name))
+
+    return convert
 
 
 def given_options(args: argparse.Namespace) -> argparse.Namespace:
@@ -230,18 +239,19 @@ def schedule_for(
         shape=shape,
         lanes=options.commfuse_lanes or lanes,
         chunks=options.commfuse_chunks or chunks,
-        taper=options.commfuse_taper,
         node_size=local if shape == "two_level" else None,
     )
     return replace(schedule, lanes=min(schedule.lanes_for(size), max(1, size - 1)))
 
 
 def unknown_option(words: Sequence[str]) -> str:
-    """A message about the first unknown option of CommFuse in ``words``; empty if there is none."""
+    """A message about the first unknown or removed option of CommFuse in ``words``; else empty."""
     names = [option_name(name) for name in (*OPTIONS, *FB_OVERLAP_OPTIONS)]
     names += [f"--no-{name.removeprefix('--')}" for name in names]
     for word in words:
         name = word.partition("=")[0]
+        if why := removed(name):
+            return why
         if name.startswith(("--commfuse", "--use-commfuse", "--no-commfuse")) and name not in names:
             return f"unknown: {name}{did_you_mean(name, names, 0.0)}"
     return ""

@@ -285,8 +285,14 @@ EXPERTS = "expert layers are left to the token dispatcher"
 """Why no layer of an expert is fused."""
 
 RECOMPUTED = "selective recomputation runs core attention separately"
-UNSPLIT = "without sequence parallelism nothing is split"
 """Why attention is not fused with its projection."""
+
+UNSPLIT = (
+    "without sequence parallelism its all-reduce stays Megatron's, because from three ranks on a "
+    "fused sum may have another order (--sequence-parallel fuses it; --commfuse-fb-overlap hides "
+    "it with the same bits)"
+)
+"""Why a row-parallel layer, and with it attention, is not fused."""
 
 _GATHERS = "mla_up_proj_tp_overlap", "gathers its input before the call"
 _ELSEWHERE = {
@@ -325,7 +331,9 @@ def layer_obstacle(
         given: whether an option of Megatron is set, by its attribute.
         rows: of a rank's block, if known; with fewer than ``least`` Megatron's order is faster.
     """
-    if column and not split:
+    if not split and not column:
+        return UNSPLIT
+    if not split:
         return (
             "without sequence parallelism the forward has no transfer (Megatron hides that of the "
             "backward behind wgrad; --sequence-parallel has both)"

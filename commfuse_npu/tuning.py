@@ -126,14 +126,11 @@ def _timed(transport: Transport, name: str, call: Callable[[], object]) -> float
 _LEAST_ROWS = 16
 """Per piece, because matrix units work on at least 16 rows."""
 
-_EVEN = ((1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (6, 1.0), (8, 1.0))
-_TAPERED = ((2, 1.5), (4, 2.0), (6, 1.5))
-"""For two ranks only.  With more, the long first pieces of all peers need memory of several blocks,
-or delay each other; with four ranks on paced links none was ever fastest."""
+_CHUNKS = (1, 2, 3, 4, 6, 8)
 
 
 def candidates(schedule: Schedule, size: int, block_rows: int) -> list[Schedule]:
-    """Variations of ``schedule`` in lanes, chunks and taper, the simplest first.
+    """Variations of ``schedule`` in lanes and chunks, the simplest first.
 
     Args:
         schedule: its lanes are the most that may be used; ``node_size`` is kept.  For ``shifted``
@@ -151,9 +148,9 @@ def candidates(schedule: Schedule, size: int, block_rows: int) -> list[Schedule]
         bases.append(Schedule(shape, lanes=1))
     schedules = []
     for base in bases:
-        for chunks, taper in _EVEN + (_TAPERED if size == 2 else ()):
-            varied = replace(base, chunks=chunks, taper=taper)
-            shortest = min(run.stop - run.start for run in varied.runs(block_rows, "first"))
+        for chunks in _CHUNKS:
+            varied = replace(base, chunks=chunks)
+            shortest = min(run.stop - run.start for run in varied.runs(block_rows))
             if chunks == 1 or shortest >= _LEAST_ROWS:
                 schedules.append(varied)
     return schedules

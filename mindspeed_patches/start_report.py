@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.options import LAYERS
-from commfuse_npu.refusals import EXPERTS, RECOMPUTED, UNSPLIT, IncompatibleOptionsError
+from commfuse_npu.refusals import EXPERTS, RECOMPUTED, IncompatibleOptionsError
 from mindspeed_patches.attention import attention_arguments
 from mindspeed_patches.core_attention import softmax_scale
 from mindspeed_patches.data_parallel import BucketWrappers
@@ -130,8 +130,6 @@ class StartReport:
         """Why attention cannot be deferred to its projection, as far as the modules show."""
         if layer.checkpoint_core_attention:
             return RECOMPUTED
-        if not layer.linear_proj.sequence_parallel:
-            return UNSPLIT
         proj = self.linears.static_obstacle(layer.linear_proj)
         return proj or _core_obstacle(layer.core_attention)
 

@@ -122,12 +122,10 @@ def check_options(args: argparse.Namespace, *, complete: bool = False) -> None:
             f"--commfuse-attention needs proj among --commfuse-layers "
             f"{','.join(options.commfuse_layers)}: it is fused with the output projection; add it"
         )
-    given = options.commfuse_chunks, options.commfuse_taper
-    if options.commfuse_tuning == "on" and given != (None, 1):
+    if options.commfuse_tuning == "on" and options.commfuse_chunks is not None:
         raise ValueError(
-            f"--commfuse-tuning on chooses the chunks itself, and --commfuse-chunks "
-            f"{options.commfuse_chunks} --commfuse-taper {options.commfuse_taper:g} name them; "
-            "leave one or the other out"
+            "--commfuse-tuning on chooses the number of chunks itself, and --commfuse-chunks "
+            f"{options.commfuse_chunks} sets it; leave one or the other out"
         )
     linear_options(args)  # checks the schedule
     for name in asked:
@@ -145,7 +143,6 @@ def linear_options(args: argparse.Namespace) -> LinearOptions:
     return LinearOptions(
         schedule=sizes.schedule(sizes.tensor, chunks=chunks, linear=True),
         reduce_dtype=_dtype(options.commfuse_reduce_dtype),
-        wgrad=options.commfuse_wgrad,
         tuning=Tuning(str(default_folder())) if tuned else None,
     )
 

@@ -6,7 +6,7 @@ classes fails: Megatron's ``__init__`` calls ``super(ColumnParallelLinear, self)
 in its module.)
 
 Column-parallel layers, also MindSpeed's with a norm before, run ``all_gather_linear``, and
-row-parallel ones ``linear_reduce_scatter``, or ``linear_all_reduce`` without sequence parallelism.
+row-parallel ones ``linear_reduce_scatter``; without sequence parallelism both stay Megatron's.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from commfuse_npu.ops import (
     LinearOptions,
     all_gather_linear,
     attention_linear_reduce_scatter,
-    linear_all_reduce,
     linear_reduce_scatter,
 )
 from commfuse_npu.options import LAYERS
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.plan import default_chunks, min_rows_to_fuse
-from commfuse_npu.refusals import EXPERTS, RECOMPUTED, UNSPLIT, layer_obstacle
+from commfuse_npu.refusals import EXPERTS, RECOMPUTED, layer_obstacle
 from commfuse_npu.runtime.post_time import post_seconds
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.attention import (
@@ -233,18 +232,18 @@ class LinearWrappers(LaneUser):
         reason = self._obstacle(layer, input_.shape[:-1].numel() // lanes.size)
         options = self._options[layer.gradient_accumulation_fusion]
         if isinstance(input_, DeferredAttention):
-            if reason is None and layer.sequence_parallel:
+            if reason is None:
                 self.calls.update({(name, "fused"): 1, ("attention", "fused"): 1})
                 return input_.project(attention_linear_reduce_scatter, layer, options, lanes)
-            self.fall_back("attention", reason or UNSPLIT)
+            self.fall_back("attention", reason)
             input_ = input_.value()
         if reason is not None:
             self.fall_back(name, reason)
             return forward(layer, input_)
         self.calls[name, "fused"] += 1
         added, apart = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
-        fused = linear_reduce_scatter if layer.sequence_parallel else linear_all_reduce
-        return fused(input_, layer.weight, added, transport=lanes, options=options), apart
+        y = linear_reduce_scatter(input_, layer.weight, added, transport=lanes, options=options)
+        return y, apart
 
     @around
     def self_attention_init_wrapper(

@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh                       before every commit: 5 to 10 minutes on 2 cores
 #   bash scripts/test.sh --all                 everything, overnight
-#   bash scripts/test.sh tests/plan -k taper   arguments are passed to pytest
+#   bash scripts/test.sh tests/plan -k chunks  arguments are passed to pytest
 set -eu
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment cpu test npu

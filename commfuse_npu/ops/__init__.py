@@ -14,29 +14,27 @@ from commfuse_npu.ops.attention_runs import Documents
 from commfuse_npu.ops.buckets import BucketExchange, Buckets
 from commfuse_npu.ops.linear import all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.ops.sharded_gradients import average_gradients, clip_gradient_norm
-from commfuse_npu.ops.sharded_linear import ShardedLinear, shard_linears, sharded_linear
 from commfuse_npu.ops.ulysses import (
     all_to_all_linear,
     attention_all_to_all,
     linear_all_to_all,
 )
+from commfuse_npu.removed import missing_name
 
 __all__ = [
     "BucketExchange",
     "Buckets",
     "Documents",
     "LinearOptions",
-    "ShardedLinear",
     "all_gather_linear",
     "all_to_all_linear",
     "attention_all_to_all",
     "attention_linear_reduce_scatter",
-    "average_gradients",
-    "clip_gradient_norm",
     "linear_all_reduce",
     "linear_all_to_all",
     "linear_reduce_scatter",
-    "shard_linears",
-    "sharded_linear",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise missing_name(__name__, name)

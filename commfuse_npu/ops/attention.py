@@ -115,23 +115,19 @@ class _AttentionLinear(Call):
         rows, batch, hidden = grad.shape
         if inputs:
             self.attention.resume(saved)
-        by_blocks = self.options.wgrad == "blocks"
-        wgrad = self.weight_gradient(blocks=by_blocks)
+        wgrad = self.weight_gradient()
 
         def use(piece: torch.Tensor, run: slice) -> None:
-            grad_y, out = piece.view(-1, hidden), attended[run]
             if inputs:
-                grad_out = torch.empty_like(out)
-                gemm_into(_flat(grad_out), grad_y, self.weight)
+                grad_out = torch.empty_like(attended[run])
+                gemm_into(_flat(grad_out), piece.view(-1, hidden), self.weight)
                 self.attention.backward(grad_out, run)
-            if wgrad.needed and by_blocks:
-                wgrad.add(grad_y, _flat(out))
 
         def whole_wgrad(whole: torch.Tensor) -> None:
             wgrad.add(whole.view(-1, hidden), _flat(attended))
 
-        keep, grad = wgrad.needed and not by_blocks, grad.view(rows, batch * hidden)
-        running = self.begin(gather_use, rows, batch * hidden, keep, like=grad, backward=True)
+        grad = grad.view(rows, batch * hidden)
+        running = self.begin(gather_use, *grad.shape, wgrad.needed, like=grad, backward=True)
         running.run({"use": use, "wgrad": whole_wgrad}, shard=grad)
         grads = self.attention.gradients() if inputs else (None, None, None)
         return *grads, wgrad.result()

@@ -218,16 +218,13 @@ fastest, or within the spread, at every ratio of work to transfers."""
 
 @lru_cache(maxsize=256)
 def options_for_attention(options: LinearOptions, costs_rise: bool) -> LinearOptions:
-    """The options for an op with attention: no taper, no ``collective``, 4 chunks in place of
-    tuning, and if ``costs_rise`` the order of causal blocks; ``two_level`` keeps its own.
-
-    Attention saves the softmax statistics of each run of queries for the backward, where tapered
-    chunks would be different runs.
+    """The options for an op with attention: no ``collective``, 4 chunks in place of tuning, and if
+    ``costs_rise`` the order of causal blocks; ``two_level`` keeps its own.
 
     Args:
         costs_rise: whether later queries see more keys.
     """
-    schedule = replace(options.schedule, taper=1.0)
+    schedule = options.schedule
     if schedule.shape == "collective":
         schedule = replace(schedule, shape="shifted")
     if costs_rise and schedule.shape == "shifted":

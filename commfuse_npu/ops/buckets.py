@@ -53,7 +53,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
 
 import torch
 
@@ -88,10 +87,10 @@ class Buckets:
     Args:
         transport: lanes of the data-parallel group, for buckets only.  Several ``Buckets`` may
             share a transport; the order of starts then includes the buckets of all of them.
-        options: ``schedule``, whose ``taper`` is ignored; a shard has at most as many chunks as
-            elements.  ``reduce_dtype``: add partials in this dtype, divide there, and round once.
-            By default in the bucket's own, rounded at every addition: bitwise the collective's sum.
-            Partials are sent in the bucket's dtype either way.  The others do not apply.
+        options: ``schedule``; a shard has at most as many chunks as elements.  ``reduce_dtype``:
+            add partials in this dtype, divide there, and round once.  By default in the bucket's
+            own, rounded at every addition: bitwise the collective's sum.  Partials are sent in the
+            bucket's dtype either way.  The others do not apply.
 
     Raises:
         TypeError: ``transport`` is not a transport.
@@ -100,8 +99,7 @@ class Buckets:
     def __init__(self, transport: Transport, options: LinearOptions = LinearOptions()) -> None:
         check_transport("Buckets", transport)
         self._transport, self._reduce_dtype = transport, options.reduce_dtype
-        # Buckets overlap with layers, not with work on their own chunks, so taper gains nothing.
-        self._schedule = replace(options.schedule, taper=1.0)
+        self._schedule = options.schedule
         self._queue = _BucketQueue.of(transport)
 
     def reduce_scatter(
@@ -190,7 +188,7 @@ class Buckets:
 
         A stack has a chunk from every peer if that fits into the scratch memory, else one partial.
         """
-        chunks, peers = self._schedule.runs(elements, "last"), self._transport.size - 1
+        chunks, peers = self._schedule.runs(elements), self._transport.size - 1
         piece = max(chunk.stop - chunk.start for chunk in chunks)
         room = SCRATCH_BYTES - aligned(elements) * total.itemsize
 

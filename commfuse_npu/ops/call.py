@@ -54,8 +54,7 @@ class Call:
         name: of the op.
         options: has a ``schedule`` and a ``reduce_dtype``; the ranks agree on them.
         like: a tensor whose shape and dtype have to be equal on every rank.
-        rows: number of rows to split.
-        at_least: with fewer rows, the call runs on collectives.
+        rows: number of rows to split; with none, the call runs on collectives.
 
     Attributes:
         schedule, backward_schedule: of forward and backward; ``None`` for torch's collectives and
@@ -81,10 +80,9 @@ class Call:
         like: torch.Tensor,
         *,
         rows: int,
-        at_least: int = 1,
     ) -> None:
-        if transport.size == 1 or rows < at_least:
-            transport = _by_collectives(name, like, transport, rows)
+        if transport.size == 1 or rows == 0:
+            transport = _by_collectives(name, like, transport)
         self.name, self.transport, self.options = name, transport, options
         self.schedule = self.backward_schedule = options.schedule
 
@@ -140,11 +138,10 @@ class Call:
         run: AnyRun = carrier.begin(program, name, like, self.options, sum_dtype)
         return run
 
-    def weight_gradient(self, *, blocks: bool = False) -> WeightGradient:
-        """The accumulator of the gradient of the weight, if it needs one."""
+    def weight_gradient(self) -> WeightGradient:
+        """The gradient of the weight, if it needs one."""
         needed = self.needs[self.weight_at]
-        main_grad = self.options.main_grad
-        return WeightGradient(self.weight, main_grad=main_grad, blocks=blocks, needed=needed)
+        return WeightGradient(self.weight, main_grad=self.options.main_grad, needed=needed)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -179,13 +176,10 @@ def _version_of(weight: torch.Tensor | None) -> int | None:
     return None if weight is None or weight.is_inference() else weight._version
 
 
-def _by_collectives(
-    name: str, like: torch.Tensor, transport: AnyTransport, rows: int
-) -> CollectiveTransport:
+def _by_collectives(name: str, like: torch.Tensor, transport: AnyTransport) -> CollectiveTransport:
     """Agree with the other ranks to run on collectives, and log the reason once."""
-    reason = f"{rows} rows cannot be split over {transport.size} ranks"
-    if transport.size == 1:
-        reason = "a group of one has nothing to transfer"
+    empty = "an empty input has nothing to transfer"
+    reason = "a group of one has nothing to transfer" if transport.size == 1 else empty
     transport.agree(name, {"shape": tuple(like.shape)}, path="plain", dtype=like.dtype)
     line = f"{name} runs unfused: {reason}"
     if line not in _said:
@@ -205,7 +199,6 @@ def check_and_cast(
     transport: AnyTransport,
     options: LinearOptions,
     *,
-    shards: int = 1,
     head_groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Check the arguments before any rank waits for another, and cast them under autocast.
@@ -216,7 +209,6 @@ def check_and_cast(
     Args:
         x: ``[S, ..., I]``.
         weight: ``[O, I * head_groups]``.
-        shards: number of shards of the weight's rows.  ``weight`` is one of them; the bias is full.
         head_groups: number of groups of ``I`` columns in the weight.
 
     Returns:
@@ -245,10 +237,10 @@ def check_and_cast(
             f"{name}: x has {x.shape[-1]} features{ranks}, the weight takes {inputs}; its shape "
             f"{(outputs, inputs)} has to be [O, {features}]"
         )
-    if bias is not None and bias.shape != (outputs * shards,):
+    if bias is not None and bias.shape != (outputs,):
         raise ValueError(
-            f"{name}: the bias has shape {tuple(bias.shape)}; it has to be ({outputs * shards},), "
-            "the rows of the whole weight"
+            f"{name}: the bias has shape {tuple(bias.shape)}; it has to be ({outputs},), one "
+            "number per row of the weight"
         )
     given, place = x.dtype, x.device
     if given not in _DTYPES:
@@ -322,7 +314,7 @@ def sum_ending(divisor: int) -> Work:
 
 
 class WeightGradient:
-    """The gradient of one weight in one backward: ``sum of grad_output[b]^T @ input[b]``.
+    """The gradient of one weight in one backward: ``grad_output^T @ input``, one GEMM.
 
     Args:
         weight: ``[O, I]``.  With ``main_grad`` it uses the attributes of Megatron's weights:
@@ -330,16 +322,13 @@ class WeightGradient:
             exists it is set, and :meth:`result` returns a tensor of the right shape instead of the
             gradient: zeros if ``zero_out_wgrad`` is set, else with undefined contents.
         main_grad: accumulate into ``weight.main_grad`` (Megatron's gradient_accumulation_fusion).
-        blocks: whether :meth:`add` is called with blocks of rows instead of once with all.
         needed: whether a gradient is needed; else :meth:`result` returns ``None``.
 
     Raises:
         RuntimeError: ``main_grad`` is missing or has another dtype.
     """
 
-    def __init__(
-        self, weight: torch.Tensor, *, main_grad: bool, blocks: bool, needed: bool = True
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, *, main_grad: bool, needed: bool = True) -> None:
         self._weight, self.needed = weight, needed
         self._main_grad: torch.Tensor | None = None
         if needed and main_grad:
@@ -352,28 +341,21 @@ class WeightGradient:
                     "the model or turn the fusion off"
                 )
             self._main_grad = target
-        # The accumulator.  Blocks are summed in fp32 and rounded once.
-        self._total = self._main_grad
-        if needed and blocks and (self._total is None or self._total.dtype != torch.float32):
-            self._total = torch.zeros_like(weight, dtype=torch.float32)
         self._grad: torch.Tensor | None = None
-        if self._total is not None:
-            self._accumulate = kernels_for(weight.device).accumulate_weight_gradient
 
     def add(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
-        """Add the product for these rows: ``[rows, O]`` and ``[rows, I]``."""
-        if self._total is not None:
-            self._accumulate(self._total, grad_output, total_input)
-        else:
+        """Compute it, once, from ``[rows, O]`` and ``[rows, I]``."""
+        if self._main_grad is None:
             self._grad = grad_output.t().matmul(total_input)
+        else:
+            accumulate = kernels_for(self._main_grad.device).accumulate_weight_gradient
+            accumulate(self._main_grad, grad_output, total_input)
 
     def result(self) -> torch.Tensor | None:
         """The tensor, or ``None``, that the backward returns for the weight."""
         weight, target = self._weight, self._main_grad
         if target is None:
-            return self._grad if self._total is None else self._total.to(weight.dtype)
-        if self._total is not None and self._total is not target:
-            target.add_(self._total)
+            return self._grad
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         # Megatron's hooks need a gradient of this shape, and its contents only if zero_out_wgrad

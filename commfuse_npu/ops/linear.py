@@ -9,7 +9,7 @@ op                     forward                       backward
 ====================== ============================= ============================================
 all_gather_linear      x arrives -> GEMM             dgrad -> sum; x arrives again -> wgrad
 linear_reduce_scatter  GEMM -> sum                   gradient arrives -> dgrad, wgrad
-linear_all_reduce      GEMM -> sum -> sum arrives    no transfers
+linear_all_reduce      GEMM -> sum, all-gather       no transfers
 ====================== ============================= ============================================
 
 Lanes are the process groups of a :class:`~commfuse_npu.runtime.transport.Transport`; a program is
@@ -17,14 +17,13 @@ the list of transfers, waits and GEMMs that ``begin`` compiles and ``run`` execu
 
 On a :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport` an op is the unfused
 layer over the collectives of torch.distributed.  Tests compare with it.  It also replaces the lanes
-for a group of one, for an empty input, for the rows that a sum cannot split, and for backwards of
-layers with at least ``collectives_from`` outputs.
+for a group of one, for an empty input, and for backwards of layers with at least
+``collectives_from`` outputs.
 
 **Exactness.**  An op on lanes and on ``CollectiveTransport(group, same_pieces=True)`` gives the
 same bits, if rows of x and y are a multiple of 64 bytes long (MKL rounds small products differently
 when blocks begin elsewhere).  Compared with one GEMM over all rows, results differ only where the
-GEMM library rounds a run of rows differently.  Weight gradients are one GEMM over all rows, unless
-``wgrad="blocks"`` makes that of a row-parallel layer block by block, which rounds differently.
+GEMM library rounds a run of rows differently.  Weight gradients are one GEMM over all rows.
 Gradients can be taken once: there is no double backward.
 
 **Early gather.**  In a backward the row-parallel layer comes first.  During its weight gradient the
@@ -49,7 +48,6 @@ from math import prod
 
 import torch
 
-from commfuse_npu.kernels import gemm_into
 from commfuse_npu.ops.call import (
     AnyRun,
     AnyTransport,
@@ -60,7 +58,8 @@ from commfuse_npu.ops.call import (
 )
 from commfuse_npu.ops.linear_trials import choose_schedules
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_all_reduce, gemm_scatter
+from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
+from commfuse_npu.runtime.collectives import begin_all_gather
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 
@@ -131,7 +130,7 @@ class _AllGatherLinear(Call):
         x, needs_weight, outputs = x.contiguous(), self.needs[1], weight.shape[0]
         y = x.new_empty((x.shape[0] * self.transport.size, *x.shape[1:-1], outputs))
         shard = x.flatten(0, -2)
-        running = self.begin(gather_gemm, *shard.shape, outputs, None, 0, like=x)
+        running = self.begin(gather_gemm, *shard.shape, outputs, 0, like=x)
         running.run(shard=shard, weight=weight.t(), out=y.flatten(0, -2))
         if bias is not None:
             y.add_(bias)
@@ -230,10 +229,10 @@ def linear_reduce_scatter(
         dx_SBI = dy_SBO @ weight
         dweight = dy_SBO^T @ x_SBI
 
-    Timeline of the backward, rank r of 3, with ``wgrad="blocks"``; else wgrad runs once, last::
+    Timeline of the backward, rank r of 3::
 
-        compute  | dgrad, wgrad own r | dgrad, wgrad r-1 | dgrad, wgrad r-2 |
-        links    | dy of r-1          | dy of r-2        |                  |
+        compute  | dgrad own r | dgrad r-1 | dgrad r-2 | wgrad                         |
+        links    | dy of r-1   | dy of r-2 |           | x of the layer before (above) |
 
     Args:
         x: ``[S, B, I]`` or ``[S, I]``; S a multiple of the group size.
@@ -259,7 +258,7 @@ def linear_reduce_scatter(
 class _LinearReduceScatter(Call):
     column: weakref.ref[_AllGatherLinear] | None = None
     """The paired layer, whose input is gathered early: after all blocks of this layer have arrived,
-    before the last GEMM of its weight gradient."""
+    before its weight gradient."""
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
         x, (outputs, inputs), sums = x.contiguous(), weight.shape, self.options.reduce_dtype
@@ -274,20 +273,18 @@ class _LinearReduceScatter(Call):
 
     def backward(self, grad: torch.Tensor) -> Tensors:
         (x,), weight = self.saved(), self.weight
-        (outputs, inputs), shard = weight.shape, grad.flatten(0, -2)
+        inputs, shard = weight.shape[1], grad.flatten(0, -2)
         grad_x = out = None
         if self.needs[0]:
             shape = grad.shape[0] * self.transport.size, *grad.shape[1:-1], inputs
             grad_x = grad.new_empty(shape)
             out = grad_x.flatten(0, -2)
-        by_blocks = self.options.wgrad == "blocks" and self.backward_schedule is not None
-        wgrad = self.weight_gradient(blocks=by_blocks)
-        mode = ("blocks" if by_blocks else "whole") if wgrad.needed else None
-        arguments = shard.shape[0], outputs, inputs if self.needs[0] else 0, mode, inputs
-        running = self.begin(gather_gemm, *arguments, like=grad, backward=True)
+        wgrad = self.weight_gradient()
+        columns = (inputs if needed else 0 for needed in (self.needs[0], wgrad.needed))
+        running = self.begin(gather_gemm, *shard.shape, *columns, like=grad, backward=True)
         column = None if self.column is None else self.column()
         if column is not None and isinstance(running, Running):
-            running.before_last = {"wgrad": column.gather_early}
+            running.before = {"wgrad": column.gather_early}
         other = None if x is None else x.flatten(0, -2)
         running.run({"wgrad": wgrad.add}, shard=shard, weight=weight, out=out, other=other)
         return grad_x, wgrad.result()
@@ -306,21 +303,21 @@ def linear_all_reduce(
 ) -> torch.Tensor:
     """``all_reduce(linear(x, weight)) + bias``: row-parallel without sequence parallelism.
 
-    Equals::
+    Equals :func:`linear_reduce_scatter` and a gather of its sums::
 
-        y_SBO = all_reduce(x_SBI @ weight^T) + bias
+        y_sO = reduce_scatter(x_SI @ weight^T)     # S rows with those of the batch, padded to N s
+        y_SO = all_gather(y_sO)[:S] + bias
         # backward, no transfers: dy is the same on every rank
-        dx_SBI = dy_SBO @ weight
-        dweight = dy_SBO^T @ x_SBI
+        dx_SI = dy_SO @ weight
+        dweight = dy_SO^T @ x_SI
 
-    The rows are cut into ``schedule.chunks`` parts.  A part is reduce-scattered as its blocks are
-    computed, and its sums are gathered while the next part is computed::
+    The gather is a collective that is not hidden.  In a launch such layers stay Megatron's.
 
-        compute  | part 0: for r+1 | own r | part 1: for r+1 | own r |
-        links    |                 | -> r+1 | sums of part 0  | -> r+1 | sums of part 1
-
-    The sums of the last part are gathered when there is nothing left to compute, so 1/chunks of the
-    all-gather is not hidden.  Rows beyond a multiple of the group size use a collective.
+    **Exactness.**  Block r of the rows is the sum of the partials of ranks ``r-1, ..., r+1, r`` in
+    this order (``two_level`` has another), rounded at every addition.  So all ranks have the same
+    bits; on two ranks they are those of ``torch.distributed.all_reduce``.  From three ranks on
+    gloo's all-reduce has this order if N divides the rows and a block has an even number of
+    elements, and another one otherwise (run with 3 and 4 ranks); HCCL's is unknown.
 
     Args:
         x: ``[S, B, I]`` or ``[S, I]``, any S.
@@ -333,28 +330,31 @@ def linear_all_reduce(
     """
     name = "linear_all_reduce"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
-    flat, size = x.flatten(0, -2), transport.size
-    call = _LinearAllReduce(name, transport, options, x, rows=flat.shape[0], at_least=size)
-    y = call(flat, weight).view(*x.shape[:-1], weight.shape[0])
+    flat = x.flatten(0, -2)
+    rows = flat.shape[0]
+    if missing := -rows % transport.size:
+        # Other numbers of rows may be padded to the same length.
+        transport.agree(name, {"rows": rows}, path="padded")
+        flat = torch.nn.functional.pad(flat, (0, 0, 0, missing))
+    call = _LinearAllReduce(name, transport, options, x, rows=flat.shape[0])
+    y = call(flat, weight)[:rows].view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 
 
 class _LinearAllReduce(Call):
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-        x, sums, transposed = x.contiguous(), self.options.reduce_dtype, weight.t()
-        rows, (outputs, inputs) = x.shape[0], weight.shape
+        x = x.contiguous()
+        transport = self.transport
+        outputs, inputs = weight.shape
+        rows = x.shape[0] // transport.size
         y = x.new_empty((rows, outputs))
-        divisible = rows - rows % self.transport.size
-        if divisible:
-            arguments = divisible, inputs, outputs
-            running = self.begin(gemm_all_reduce, *arguments, like=x, sum_dtype=sums)
-            running.run(a=x[:divisible], weight=transposed, out=y[:divisible])
-        if divisible < rows:
-            remainder = y[divisible:]
-            gemm_into(remainder, x[divisible:], transposed)
-            total = remainder.to(sums or y.dtype)
-            self.transport.all_reduce(f"{self.name} rest", total)
-            remainder.copy_(total)
+        sums = self.options.reduce_dtype
+        running = self.begin(gemm_scatter, rows, inputs, outputs, like=x, sum_dtype=sums)
+        running.run(a=x, weight=weight.t(), out=y)
+        if transport.size > 1:
+            with transport.collectives(self.name):
+                y, gather = begin_all_gather(y, transport.group)
+                transport.wait_for(gather)
         return y, (x if self.needs[1] else None,)
 
     def backward(self, grad: torch.Tensor) -> Tensors:

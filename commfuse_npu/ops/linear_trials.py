@@ -48,8 +48,6 @@ def choose_schedules(
     for half in ("forward", "backward") if needs_grad else ("forward",):
         shape = f"{x.shape[0]} rows, weight {[*weight.shape]} of {weight.dtype}"
         problem = f"the {half} of {call.name}, {shape}"
-        if half == "backward" and rows < x.shape[0]:
-            problem += f", wgrad {options.wgrad}"  # used by row-parallel layers
         given = transport, problem, min(x.shape[0], rows), options.schedule, call.options.tuning
         chosen.append(tuned(*given, partial(run, half)))
     call.options = options

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.tuning import Tuning
 
 __all__ = ["LinearOptions"]
@@ -18,15 +16,12 @@ __all__ = ["LinearOptions"]
 class LinearOptions:
     """Options of an op; equal on every rank of the group.
 
-    Sharded layers and buckets use ``schedule`` and ``reduce_dtype`` alone.
+    Buckets use ``schedule`` and ``reduce_dtype`` alone.
 
     Args:
         schedule: order of the peers, lanes and chunks.
         reduce_dtype: add partial sums in this dtype and round once; by default in their own, as
             the collective does.
-        wgrad: ``whole`` (the unfused layer's bits) or ``blocks`` (more overlap), see
-            :data:`~commfuse_npu.plan.rules.linear.Wgrad`.  Used by :func:`linear_reduce_scatter`
-            and :func:`attention_linear_reduce_scatter`; the other ops compute the whole one.
         main_grad: accumulate the weight gradient into ``weight.main_grad``, Megatron's
             ``gradient_accumulation_fusion``.
         collectives_from: column-parallel layers with at least this many outputs per rank run their
@@ -39,14 +34,11 @@ class LinearOptions:
 
     schedule: Schedule = Schedule()
     reduce_dtype: torch.dtype | None = None
-    wgrad: Wgrad = "whole"
     main_grad: bool = False
     collectives_from: int | None = None
     tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
-        if self.wgrad not in get_args(Wgrad):
-            raise ValueError(f"wgrad {self.wgrad!r} is unknown; choose whole or blocks")
         if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
             raise ValueError(
                 f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"

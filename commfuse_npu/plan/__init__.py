@@ -9,7 +9,8 @@ from commfuse_npu.plan.defaults import (
     default_shape,
     min_rows_to_fuse,
 )
-from commfuse_npu.plan.schedule import PlanError, RankSpec, Schedule, split, taper_down
+from commfuse_npu.plan.schedule import PlanError, RankSpec, Schedule, split
+from commfuse_npu.removed import missing_name
 
 __all__ = [
     "DATA_PARALLEL_LANES",
@@ -21,5 +22,8 @@ __all__ = [
     "default_shape",
     "min_rows_to_fuse",
     "split",
-    "taper_down",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise missing_name(__name__, name)

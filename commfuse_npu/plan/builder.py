@@ -70,9 +70,9 @@ class Builder:
         """The peers in the order of the schedule."""
         return self.spec.schedule.hops(self.rank, self.size, own)
 
-    def runs(self, length: int, own: Own) -> list[slice]:
+    def runs(self, length: int) -> list[slice]:
         """Split a block's rows, or a result's columns, into the schedule's number of chunks."""
-        return self.spec.schedule.runs(length, own)
+        return self.spec.schedule.runs(length)
 
     def scratch(
         self, name: str, rows: int, columns: int, *, slot: str | None = None, wide: bool = False
@@ -122,20 +122,18 @@ class Builder:
         receives = sorted((received for _, received in pairs), key=lambda transfer: transfer.source)
         self._code.append(Collective(kind, source, out, tuple(sends), tuple(receives)))
 
-    def all_gather(
-        self, source: Span, out: Span, piece: str, chunk: int = 0, chunks: int = 1
-    ) -> None:
+    def all_gather(self, source: Span, out: Span, piece: str) -> None:
         """Send ``source`` to every peer; ``out`` has one block per rank, in rank order.
 
         Only a collective fills the own block of ``out``.
         """
         if self.as_collective:
-            self.collective("all_gather", source, out, piece, chunk, chunks)
+            self.collective("all_gather", source, out, piece)
             return
         for hop in self.hops("first"):
             start = out.start + hop.source * source.rows
             block = Span(out.buffer, start, start + source.rows)
-            self.post(hop, source, block, piece, chunk, chunks)
+            self.post(hop, source, block, piece)
 
     def _transfers(
         self, hop: Hop, piece: str, chunk: int, chunks: int

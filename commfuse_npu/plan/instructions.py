@@ -193,7 +193,7 @@ class Add(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """``out = source``, row by row; the spans may have different runs of rows."""
+    """``out = source``, row by row; ``out`` may have several runs of rows."""
 
     out: Span
     source: Span

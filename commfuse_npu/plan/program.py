@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from commfuse_npu.plan.instructions import (
     AheadEnd,
     Collective,
-    Compute,
     Instruction,
     Post,
     Span,
@@ -178,11 +177,6 @@ class Program:
         return max(places, default=-1)
 
     @cached_property
-    def last_of(self) -> dict[str, int]:
-        """Index of the last :class:`Compute` of each work."""
-        return {call.work: at for at, call in enumerate(self.code) if isinstance(call, Compute)}
-
-    @cached_property
     def layout(self) -> dict[str, tuple[Region, int, int, int]]:
         """``(region, offset in elements, rows, columns)`` of each scratch buffer."""
         ahead = {span.buffer for span in _named(self.code[: self.ahead_end])}
@@ -212,7 +206,7 @@ class Program:
         return dict(ends)
 
     def count(self, kind: type[Instruction], work: str | None = None) -> int:
-        """Number of instructions of a kind; with ``work``, of the :class:`Compute` of that work."""
+        """Number of instructions of a kind; with ``work``, of calls of that work."""
         found = (step for step in self.code if isinstance(step, kind))
         return sum(work in (None, getattr(step, "work", None)) for step in found)
 

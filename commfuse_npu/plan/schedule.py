@@ -32,13 +32,11 @@ __all__ = [
     "Schedule",
     "Shape",
     "split",
-    "taper_down",
 ]
 
 Shape = Literal["shifted", "two_level", "collective"]
 
 _MOST_CHUNKS = 256
-_MOST_TAPER = 8.0
 _MOST_LANES = 7
 """Limit of the default: each lane is a communicator with its own buffers."""
 
@@ -54,27 +52,7 @@ def split(rows: int, parts: int) -> tuple[int, ...]:
 
 
 _ROW_UNIT = 16
-"""Tapered runs are multiples of this where possible: matrix units work on tiles of 16 x 16."""
-
-
-@lru_cache(maxsize=1024)
-def taper_down(rows: int, parts: int, taper: float) -> tuple[int, ...]:
-    """Boundaries ``(0, ..., rows)`` of runs each ``taper`` times as long as the next one.
-
-    Each run has at least one row if ``rows >= parts``.  Its length is a multiple of 16 if ``rows``
-    is one and each run can have 16.
-    """
-    if rows < parts:
-        return split(rows, parts)
-    unit = _ROW_UNIT if rows % _ROW_UNIT == 0 and rows // _ROW_UNIT >= parts else 1
-    units = rows // unit
-    weights = [taper ** (parts - 1 - part) for part in range(parts)]
-    bounds, before, total = [0], 0.0, sum(weights)
-    for part, weight in enumerate(weights, 1):
-        before += weight
-        ideal = round(units * (before / total))
-        bounds.append(max(bounds[-1] + 1, min(ideal, units - (parts - part))))
-    return tuple(bound * unit for bound in bounds)
+"""Chunks are multiples of this where possible: matrix units work on tiles of 16 x 16."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +72,6 @@ class Schedule:
         chunks: number of pieces of a block, or of the columns of a result.  Chunk j of every
             peer comes before chunk j+1 of any.
         node_size: ranks per node for ``two_level``; the group must consist of whole nodes.
-        taper: ratio of the lengths of consecutive chunks of a block.  In a gather each chunk is
-            ``taper`` times as long as the next one; in a scatter each is ``taper`` times as long as
-            the previous one; 1 makes all equal.  Above 1 little work remains after the last
-            transfer of a gather, and little is needed before the first of a scatter.  Below 1 suits
-            many peers and fast links.  For linear layers only.
         causal: for ``shifted``, take the peers in the order of distances with the least waiting
             for blocks that cost as much as attention under a causal mask
             (:mod:`commfuse_npu.plan.block_order`).  Ops with attention set it.
@@ -111,7 +84,6 @@ class Schedule:
     lanes: int | None = None
     chunks: int = 1
     node_size: int | None = None
-    taper: float = 1.0
     causal: bool = False
 
     def __post_init__(self) -> None:
@@ -144,11 +116,6 @@ class Schedule:
             raise PlanError(
                 f"lanes is {self.lanes}; the shape collective uses one, leave lanes out"
             )
-        if not 1 / _MOST_TAPER <= self.taper <= _MOST_TAPER:
-            raise PlanError(
-                f"taper is {self.taper}; from 1/{_MOST_TAPER:g} to {_MOST_TAPER:g}, 1 for chunks "
-                "of one length"
-            )
         if self.causal and self.shape != "shifted":
             raise PlanError(
                 f"causal has no meaning for the shape {self.shape!r}; leave it out or choose "
@@ -158,10 +125,9 @@ class Schedule:
     def __str__(self) -> str:
         node = f", {self.node_size} ranks per node" if self.node_size else ""
         causal = ", causal blocks" if self.causal else ""
-        taper = f", tapered by {self.taper:g}" if self.taper != 1 else ""
         lanes = "a lane per peer" if self.lanes is None else f"{self.lanes} lanes"
         shape = self.shape if self.shape == "collective" else f"{self.shape}, {lanes}"
-        return f"{shape}, {self.chunks} chunks{taper}{node}{causal}"
+        return f"{shape}, {self.chunks} chunks{node}{causal}"
 
     def lanes_for(self, size: int) -> int:
         """Number of lanes: :attr:`lanes` if set, else the default for a group of ``size``.
@@ -198,17 +164,14 @@ class Schedule:
             )
         return _hops(self, rank, size, own)
 
-    def runs(self, length: int, own: Own) -> list[slice]:
-        """Cut ``length`` rows (or columns) into at most ``length`` chunks.
+    def runs(self, length: int) -> list[slice]:
+        """Cut ``length`` rows (or columns) into at most ``length`` chunks of about one length.
 
-        Args:
-            own: ``first`` for a gather, whose chunks shrink with a taper above 1; ``last`` for a
-                scatter, whose chunks grow.
+        Each is a multiple of 16 if ``length`` is one and each chunk can have 16.
         """
         parts = min(self.chunks, max(1, length))
-        bounds = taper_down(length, parts, self.taper)
-        if own == "last" and self.taper != 1:
-            bounds = tuple(length - bound for bound in reversed(bounds))
+        unit = _ROW_UNIT if length % _ROW_UNIT == 0 and length // _ROW_UNIT >= parts else 1
+        bounds = [unit * round(length // unit * part / parts) for part in range(parts + 1)]
         return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 

@@ -19,11 +19,10 @@ CHUNKS = (1, 2, 3, 4)
 LANES = (1, 2, 3, None)
 """``None``: the default of the schedule."""
 
-_TAPERS = (1.0, 2.0, 0.5)
 _ALL_CHUNKS_UP_TO = 4
 _ALL_ARGUMENTS_UP_TO = 8
 
-_LINEAR = ("gather_gemm", "gemm_scatter", "column_backward", "gemm_all_reduce")
+_LINEAR = ("gather_gemm", "gemm_scatter", "column_backward")
 """The rules that accept the shape ``collective``."""
 
 _One = TypeVar("_One")
@@ -57,12 +56,9 @@ def cases(size: int, chunks: Sequence[int] = CHUNKS) -> Iterator[Case]:
 
     Every rule is combined with every shape, batched and not; for up to 8 ranks with every choice of
     its arguments; for up to 4 ranks with every number of chunks.  The other options alternate:
-    taper, lanes, and numbers of rows that divide evenly, do not, or are below that of the chunks.
+    lanes, and numbers of rows that divide evenly, do not, or are below that of the chunks.
     """
-    choices = [
-        [*product([count], _TAPERS if count > 1 else (1.0,), LANES, _rows(count))]
-        for count in chunks
-    ]
+    choices = [[*product([count], LANES, _rows(count))] for count in chunks]
     if size > _ALL_CHUNKS_UP_TO:
         choices = [[choice for group in choices for choice in group]]
     rotations = [_turns(group) for group in choices]
@@ -72,9 +68,9 @@ def cases(size: int, chunks: Sequence[int] = CHUNKS) -> Iterator[Case]:
         shapes = [*_shapes(size), *([Schedule("collective")] if name in _LINEAR else [])]
         for shape, batched in product(shapes, (True, False)):
             for number in numbers if size <= _ALL_ARGUMENTS_UP_TO else [next(turns)]:
-                for count, taper, lane, rows in map(next, rotations):
+                for count, lane, rows in map(next, rotations):
                     lane = 1 if shape.shape == "collective" else lane
-                    schedule = replace(shape, lanes=lane, chunks=count, taper=taper)
+                    schedule = replace(shape, lanes=lane, chunks=count)
                     values = arguments(name, rows, size)[number]
                     yield Case(name, values, schedule, size, batched)
 
@@ -101,23 +97,18 @@ def _shapes(size: int) -> list[Schedule]:
 
 def arguments(rule: str, rows: int, size: int) -> list[tuple[object, ...]]:
     """Every choice of a rule's arguments; ``rows`` is the length that the schedule cuts."""
-    flags, ways = (False, True), (None, "whole", "blocks")
+    flags = False, True
     either = [pair for pair in product(flags, flags) if any(pair)]
     choices: dict[str, list[tuple[object, ...]]] = {
-        "gather_gemm": [
-            (rows, 2, outputs, way, 2) for outputs, way in product((3, 0), ways) if outputs or way
-        ],
+        "gather_gemm": [(rows, 2, 3, 0), (rows, 2, 3, 2), (rows, 2, 0, 2)],
         "gemm_scatter": [(2, 3, rows)],
         "column_backward": [(2, rows, 3, *pair) for pair in either],
-        "gemm_all_reduce": [(size * rows, 2, 3)],
         "produce_scatter": [(rows, 2)],
         "gather_use": [(rows, 2, keep) for keep in flags],
         "exchange": [
             (rows, 2, blocks, *pair, wgrad)
             for blocks, pair, wgrad in product(("given", "made", "made and kept"), either, flags)
         ],
-        "sharded_forward": [(rows, 2)],
-        "sharded_backward": [(rows, 2, *pair) for pair in either],
         "bucket_scatter": [(rows, 1, 1), (rows, 2, 2), (rows, size, 3)],
         "bucket_gather": [(rows,)],
     }

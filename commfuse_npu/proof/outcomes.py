@@ -88,11 +88,10 @@ class Outcome:
 
     def reduce_scatter(self, whole: _Matrix, *, out: str, finish: bool = False) -> None:
         size, rows, contents = self.spec.size, whole.rows // self.spec.size, self._contents
-        in_place = out in self.shapes
 
         def at(rank: int, i: int, columns: Columns) -> int:
             block = range(rank * rows, (rank + 1) * rows)
-            row = i if in_place else block[i]
+            row = i if finish else block[i]
             if row not in block:
                 return whole.at(rank, row, columns)
             if not finish or size == 1:
@@ -101,21 +100,7 @@ class Outcome:
             partials = [whole.at(q, row, columns) for q in self._sources(rank)]
             return contents.made("finish", rank, contents.sum(partials), [own])
 
-        self._result(out, _Matrix(whole.rows if in_place else rows, whole.columns, at))
-
-    def all_reduce(self, whole: _Matrix, parts: Sequence[slice], *, out: str) -> None:
-        size = self.spec.size
-        # The rank that sums each row.
-        owners = [
-            k * size // (part.stop - part.start)
-            for part in parts
-            for k in range(part.stop - part.start)
-        ]
-
-        def at(_: int, i: int, columns: Columns) -> int:
-            return self._sum(owners[i], lambda q: whole.at(q, i, columns))
-
-        self._result(out, whole._replace(at=at))
+        self._result(out, _Matrix(whole.rows if finish else rows, whole.columns, at))
 
     def gemm(
         self,
@@ -158,20 +143,9 @@ class Outcome:
         if first is not None:
             self.first = "use", self._rows(matrix, first)
 
-    def wgrad(
-        self,
-        *factors: _Matrix,
-        pieces: Sequence[Sequence[slice]] | None = None,
-        first: slice | None = None,
-    ) -> None:
+    def wgrad(self, *factors: _Matrix) -> None:
         rows = [self._rows(factor, slice(0, factor.rows)) for factor in factors]
-        pieces = [[slice(0, len(rows[0]))]] if pieces is None and rows else pieces or [[]]
-        self.calls["wgrad"] = [
-            (None, [[row for run in runs for row in matrix[run]] for matrix in rows])
-            for runs in pieces
-        ]
-        if first is not None and self.first is None:
-            self.first = "wgrad", self._rows(factors[0], first)
+        self.calls["wgrad"] = [(None, rows)]
 
     def _rows(self, matrix: _Matrix, run: slice) -> list[int]:
         all_columns = 0, matrix.columns

@@ -20,12 +20,10 @@ from commfuse_npu.plan import RankSpec, Schedule
 from commfuse_npu.plan.rules import Piece, Rule
 from commfuse_npu.runtime.collectives import (
     Begun,
-    all_gather_rows,
     all_to_all_rows,
     begin_all_gather,
     begin_reduce_scatter,
     device_backend,
-    reduce_scatter_rows,
     sum_rows_in_order,
 )
 
@@ -101,13 +99,6 @@ class CollectiveTransport:
     def agree(self, name: str, *facts: object, **more: object) -> None:
         """Do nothing: ranks are not compared."""
 
-    def all_reduce(self, name: str, tensor: torch.Tensor) -> None:
-        """Sum ``tensor`` over the ranks, in place."""
-        if self._lanes is not None:
-            self._lanes.all_reduce(name, tensor)
-        elif self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
-
     def wait_for(self, work: Any) -> None:
         """Wait for the ``Work`` of a collective."""
         work.wait() if self._lanes is None else self._lanes.wait_for(work)
@@ -120,8 +111,9 @@ class CollectiveTransport:
 class CollectiveRun:
     """An operation on collectives; takes the place of a :class:`.executor.Running`.
 
-    It executes the lines of its rule as a :class:`~commfuse_npu.plan.rules.Carrier` of tensors.  It
-    waits for an all-gather when its result is read, and for a reduce-scatter at the end.
+    It executes the lines of a rule, but not of one for buckets, as a
+    :class:`~commfuse_npu.plan.rules.Carrier` of tensors.  It waits for an all-gather when its
+    result is read, and for a reduce-scatter at the end.
     """
 
     def __init__(
@@ -196,38 +188,17 @@ class CollectiveRun:
                 received = all_to_all_rows(blocks, self._group)
         return received if out is None else self._tensors[out].copy_(received)
 
-    def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
-        into, rows = self._tensors[out], whole.shape[0] // self.spec.size
-        if into.shape[0] > rows:
-            into = self.own_block(into)
+    def reduce_scatter(self, whole: torch.Tensor, *, out: str) -> None:
+        into = self._tensors[out]
         if self.spec.size == 1:
             into.copy_(whole)
             return
         wide = whole.to(self._sum_dtype or whole.dtype)
-        order = self._order(own=not finish)
         with self._transport.collectives(self.name):
-            if finish or self._own_order:
-                total = sum_rows_in_order(wide, self._group, order)
+            if self._own_order:
+                into.copy_(sum_rows_in_order(wide, self._group, self._order))
             else:
                 self._sums.append((into, self._begun(begin_reduce_scatter(wide, self._group))))
-                return
-        if finish:
-            self._works["finish"](into, total, self.own_block(whole))
-        else:
-            into.copy_(total)
-
-    def all_reduce(self, whole: torch.Tensor, parts: Sequence[slice], *, out: str) -> None:
-        total = whole.to(self._sum_dtype or whole.dtype)
-        if self.spec.size > 1 and len(whole):
-            order = self._order(own=True) if self._own_order else None
-            with self._transport.collectives(self.name):
-                for part in parts:
-                    if order is None:
-                        sums = reduce_scatter_rows(total[part], self._group)
-                    else:
-                        sums = sum_rows_in_order(total[part], self._group, order)
-                    total[part] = all_gather_rows(sums.to(whole.dtype), self._group).to(total.dtype)
-        self._tensors[out].copy_(total)
 
     @property
     def _own_order(self) -> bool:
@@ -236,11 +207,12 @@ class CollectiveRun:
         differs = schedule.shape == "two_level" or schedule.causal
         return self._transport.same_pieces and differs
 
-    def _order(self, *, own: bool) -> list[int]:
-        """The ranks whose partials the program adds, in its order; ``own``: this one, too, last."""
+    @property
+    def _order(self) -> list[int]:
+        """The ranks in the order in which the program adds their partials, this one last."""
         spec = self.spec
         peers = [hop.source for hop in spec.schedule.hops(spec.rank, spec.size, "last")]
-        return [*peers, spec.rank] if own else peers
+        return [*peers, spec.rank]
 
     # ------------------------------------------------------------------ work
 
@@ -261,7 +233,7 @@ class CollectiveRun:
             return product
         for runs, columns in pieces:
             columns = columns or slice(0, b.shape[1])
-            rows = _rows(a, runs)
+            rows = a[runs[0]] if len(runs) == 1 else torch.cat([a[run] for run in runs])
             result = a.new_empty((rows.shape[0], columns.stop - columns.start))
             self._kernels.gemm_into(result, rows, b[:, columns])
             lengths = [run.stop - run.start for run in runs]
@@ -284,19 +256,5 @@ class CollectiveRun:
         for run in pieces if whole.numel() else ():
             self._works["use"](whole[run], run)
 
-    def wgrad(
-        self,
-        *factors: torch.Tensor,
-        pieces: Sequence[Sequence[slice]] | None = None,
-        first: slice | None = None,
-    ) -> None:
-        whole = [self._read(factor) for factor in factors]
-        if pieces is None or not self._transport.same_pieces:
-            self._works["wgrad"](*whole)
-            return
-        for runs in pieces:
-            self._works["wgrad"](*(_rows(factor, runs) for factor in whole))
-
-
-def _rows(matrix: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
-    return matrix[runs[0]] if len(runs) == 1 else torch.cat([matrix[run] for run in runs])
+    def wgrad(self, *factors: torch.Tensor) -> None:
+        self._works["wgrad"](*(self._read(factor) for factor in factors))

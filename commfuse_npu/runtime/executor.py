@@ -70,14 +70,14 @@ class Running:
     Attributes:
         name: of the operation, for error messages.
         done: whether every instruction was executed and every transfer waited for.
-        before_last: callbacks by name of a work, called before the program's last call of that
-            work: its inputs have arrived, and the links are free for another operation.
+        before: callbacks by name of a work, called before it.  Before a weight gradient all blocks
+            have arrived, and the links are free for another operation.
         transferred: tensors that the program sends or receives, by storage address, if the
             transport has to call ``erase_stream`` on them; else empty.
     """
 
     done = False
-    before_last: Mapping[str, Callable[[], None]] = {}
+    before: Mapping[str, Callable[[], None]] = {}
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Running:
         """Execute the instructions up to the index ``end``."""
         program, views, posted = self.program, self._views, self._posted
         lanes, tag, view = self._transport.lane_groups, self._tag, views.__getitem__
-        log, second, before_last = self._log, self._second, self.before_last
+        log, second, before = self._log, self._second, self.before
         code: Sequence[Any] = program.code
         at = self._at
         try:
@@ -183,8 +183,8 @@ class Running:
                     log("at", at)
                 if kind is Compute:
                     work, outs, ins, run = instruction
-                    if before_last and program.last_of[work] == at and work in before_last:
-                        before_last[work]()
+                    if work in before:
+                        before[work]()
                     function = works[work]
                     if function is None:  # in drain(), where some buffers are not bound
                         continue
@@ -247,18 +247,14 @@ class Running:
         self._transport.kernels.sum_parts(self._views[add.out], terms, dtype=self._sum_dtype)
 
     def _copy(self, at: int) -> None:
-        """``out = source``, either of which may be several runs of rows (a 3-D view).
+        """``out = source``; ``out`` may be several runs of rows (a 3-D view).
 
         Such a view is not contiguous, and MindSpeed's ``Tensor.view`` copies a tensor that is not
         (``ensure_contiguous_wrapper``).  So only the 2-D tensor is reshaped.
         """
         copy: Any = self.program.code[at]
         into, data = self._views[copy.out], self._views[copy.source]
-        if data.dim() < into.dim():
-            data = data.view(into.shape)
-        elif into.dim() < data.dim():
-            into = into.view(data.shape)
-        into.copy_(data)
+        into.copy_(data.view(into.shape))
 
     def _wait(self, at: int) -> None:
         """Wait for posts; on a device with two streams, each stream waits by itself."""

@@ -43,7 +43,7 @@ from commfuse_npu.plan.program import Program
 
 __all__ = ["VERSION", "Entry", "OrderLog", "shared_order_log"]
 
-VERSION = 4
+VERSION = 5
 
 _logger = logging.getLogger(__name__)
 _json = json.JSONEncoder(separators=(",", ":")).encode

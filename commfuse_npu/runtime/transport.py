@@ -311,29 +311,12 @@ class Transport(Agreement):
         """Wait for a ``Work``: on gloo the host, at most ``timeout``; on HCCL the stream."""
         work.wait() if self.batched else work.wait(self.timeout)
 
-    def all_reduce(self, name: str, tensor: torch.Tensor) -> None:
-        """Sum ``tensor`` over the ranks in place, with a collective of :attr:`group`.
-
-        On gloo it waits at most ``timeout``; that group's own is half an hour by default.
-
-        Args:
-            name: of the operation, for errors.
-
-        Raises:
-            TransportError: a rank did not call it in time, or the transport is broken.
-        """
-        with self.collectives(name, tensor):
-            work = dist.all_reduce(tensor, group=self.group, async_op=True)
-            assert work is not None
-            self.wait_for(work)
-
     @contextmanager
-    def collectives(self, name: str, *tensors: torch.Tensor) -> Iterator[None]:
+    def collectives(self, name: str) -> Iterator[None]:
         """A block of collectives of :attr:`group`; a RuntimeError in it breaks the transport.
 
         Args:
             name: of the operation, for errors.
-            tensors: of the collectives; kept alive if one fails.
 
         Raises:
             TransportError: a collective failed or timed out, or the transport is broken.
@@ -344,8 +327,7 @@ class Transport(Agreement):
         except RuntimeError as error:
             self.fail(
                 f"{name}: not every rank called it: {error}. A rank failed or runs another "
-                "operation; no rank may continue",
-                *tensors,
+                "operation; no rank may continue"
             )
             raise self.error() from error
 

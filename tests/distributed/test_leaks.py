@@ -36,8 +36,8 @@ OPS = (
 def drawn(dice: random.Random) -> Network:
     """A network of attention, MLP and output with a random shape and schedule."""
     schedule = Schedule(lanes=dice.randint(1, 3), chunks=dice.randint(1, 6))
-    hidden, wgrad = dice.choice(HIDDEN), dice.choice(("whole", "blocks"))
-    layer = Layer("", hidden, hidden, schedule=schedule, wgrad=wgrad, mask="causal")
+    hidden = dice.choice(HIDDEN)
+    layer = Layer("", hidden, hidden, schedule=schedule, mask="causal")
     layers = tuple(replace(layer, op=op, inputs=96 if "att" in op else hidden) for op in OPS)
     return Network(2, layers, dice.random(), rows=dice.randint(1, 64), batch=dice.randint(1, 3))
 

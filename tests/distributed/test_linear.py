@@ -3,26 +3,27 @@
 Their results are compared in :mod:`tests.random_networks`.
 """
 
-from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
+from commfuse_npu.ops import (
+    LinearOptions,
+    all_gather_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+)
 from commfuse_npu.ops.call import AnyTransport, WeightGradient
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.rules import sharded_backward
-from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
-from tests.distributed.programs import new_link, transport, watch_calls, watch_posts
+from tests.distributed.programs import new_link, transport, watch_calls
 from tests.distributed.ranks import on_ranks
 from tests.random_networks.case import Layer, Network, one_layer
 from tests.random_networks.compare import run_case
-from tests.random_networks.network_run import Call, input_of
 
 COLUMN, ROW = "all_gather_linear backward", "linear_reduce_scatter backward"
 USUAL = LinearOptions(Schedule(chunks=2))
@@ -48,18 +49,38 @@ def test_sums_over_ranks_are_rounded_once(rank: int, op: str, name: str) -> None
     assert ((ours - exact).abs() <= half + 1e-5 * exact.abs().max()).all(), case
 
 
-@pytest.mark.parametrize(
-    ("op", "name"), [("linear_reduce_scatter", OUT), ("sharded_linear", "layer 0 weight.grad")]
-)
 @on_ranks(4)
-def test_reduce_dtype_rounds_once(rank: int, op: str, name: str) -> None:
+def test_reduce_dtype_rounds_once(rank: int) -> None:
     """The RMS error of a sum over the ranks is smaller in fp32 than in the dtype."""
     errors = []
     for wide in (False, True):
-        case = one_layer(op, 4, dtype=torch.bfloat16, bias="no", wide=wide, rows=16, batch=1)
-        ours, exact = (run_case(case, form)[name] for form in ("fused", "exact"))
+        options = {"bias": "no", "wide": wide, "rows": 16, "batch": 1}
+        case = one_layer("linear_reduce_scatter", 4, dtype=torch.bfloat16, **options)
+        ours, exact = (run_case(case, form)[OUT] for form in ("fused", "exact"))
         errors.append((ours - exact).pow(2).mean().sqrt().item())
     assert errors[1] < errors[0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@on_ranks()
+def test_an_all_reduce_adds_in_the_order_of_a_reduce_scatter(rank: int) -> None:
+    """Of inputs times one, which no GEMM rounds; rows that do not divide are padded."""
+    link = transport()
+    for rows in (1, 6 * link.size, 6 * link.size + 1):
+        x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(rank))
+        y = linear_all_reduce(x, torch.eye(16), transport=link, options=USUAL)
+        partials = [torch.empty_like(x) for _ in range(link.size)]
+        dist.all_gather(partials, x, group=link.group)
+        blocks = [partial.split(-(-rows // link.size)) for partial in partials]
+        for r, block in enumerate(y.split(-(-rows // link.size))):
+            first, *others = [(r - distance) % link.size for distance in range(1, link.size)] + [r]
+            total = blocks[first][r].clone()
+            for source in others:
+                total += blocks[source][r]
+            assert torch.equal(block, total), (rows, r)
+        if link.size == 2 or rows == 6 * link.size:  # gloo has this order for even blocks
+            dist.all_reduce(x, group=link.group)
+            assert torch.equal(y, x)
 
 
 # -------------------------------------------------------------------------- buffers
@@ -75,42 +96,7 @@ def test_training_after_inference(rank: int) -> None:
         linear_reduce_scatter(x, weight, transport=link).sum().backward()
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_the_whole_weight_exists_nowhere(batched: bool) -> None:
-    """Of 64 blocks of 128 rows, memory holds two, or one piece more than there are lanes."""
-    for schedule, arriving, leaving in (
-        (Schedule(lanes=1), 256, 256),
-        (Schedule(lanes=1, chunks=4), 256, 256),
-        (Schedule(lanes=5), 6 * 128, 6 * 128),
-        # Chunks of 80, 32 and 16 rows, in two stacks of two pieces.
-        (Schedule(lanes=2, chunks=3, taper=2.0), 3 * 80, 4 * 80),
-    ):
-        program = sharded_backward(RankSpec(schedule, 5, 64, batched), 128, 16, True, True)
-        slots = Counter[str]()
-        for buffer in program.scratch:
-            slots |= Counter({buffer.slot: buffer.rows})
-        rows = Counter[str]()
-        for slot, length in slots.items():
-            rows[slot.split()[0]] += length
-        made = {"made": leaving, "partials": leaving, "own": 128, "total": 128}
-        assert rows == {"arriving": arriving, **made}
-
-
 # ------------------------------------------------------------------------ transfers
-
-
-@on_ranks(2)
-def test_frozen_weights_and_inputs_without_gradient_transfer_nothing(rank: int) -> None:
-    """The kinds of pieces that the backward of a sharded layer sends."""
-    pieces = []
-    for x_grad, weight_grad in ((True, True), (True, False), (False, True), (False, False)):
-        case = one_layer("sharded_linear", 2, x_grad=x_grad, weight_grad=weight_grad)
-        y, posts = Call(case)(input_of(case)), list[Any]()
-        with pytest.MonkeyPatch.context() as patch:
-            watch_posts(patch, lambda _, post, posts=posts: posts.append(post))
-            y.backward(torch.ones_like(y))
-        pieces.append({post.send.transfer.piece.split()[0] for post in posts if post.send})
-    assert pieces == [{"block", "partial"}, {"block"}, {"partial"}, set()]
 
 
 def leaves(rank: int) -> list[torch.Tensor]:
@@ -147,11 +133,6 @@ def test_a_gather_begins_before_the_weight_gradient_of_the_layer_after(rank: int
         (USUAL, [f"begin {ROW}", f"begin {COLUMN}", f"ahead {COLUMN}", *wgrads]),
         # A column-parallel backward by collectives has nothing to send ahead.
         (replace(USUAL, collectives_from=64), [f"begin {ROW}", *wgrads]),
-        # With blocks: before the last of them.
-        (
-            replace(USUAL, wgrad="blocks"),
-            [f"begin {ROW}", *wgrads[:1] * 2, f"begin {COLUMN}", f"ahead {COLUMN}", *wgrads],
-        ),
     ):
         y = two_pairs(leaves(rank), transport(), options)
         events.clear()

@@ -3,17 +3,16 @@
 A mutant that survives is a fault that no test would notice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
 from commfuse_npu.kernels import cpu
-from commfuse_npu.ops import attention_runs
+from commfuse_npu.ops import attention_runs, buckets
 from commfuse_npu.ops.call import WeightGradient
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Add
@@ -21,13 +20,10 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime import transport
 from tests.distributed.programs import change_programs, new_link
 from tests.limits import BRIEF
-from tests.random_networks.case import Network, one_layer
+from tests.random_networks.case import Bucket, BucketRun, Case, one_layer
 from tests.random_networks.compare import complaints
 
 Fault = Callable[[pytest.MonkeyPatch], None]
-
-# The package exports the function of this name.
-sharded_linear: Any = import_module("commfuse_npu.ops.sharded_linear")
 
 
 def in_place_of(owner: Any, name: str, fault: Callable[[Any], Any]) -> Fault:
@@ -59,26 +55,26 @@ LINEARS = [
     for dtype in (torch.float32, torch.bfloat16)
     for rounded in (True, False)
 ]
-SHARDED = [one_layer("sharded_linear", 3, rounded=False)]
 ATTENTION = [one_layer("attention_linear_reduce_scatter", 3)]
+AVERAGES = [BucketRun(3, (Bucket(8, average=True),), lanes=2)]
 
 WEIGHT_GRADIENT = in_place_of(
     WeightGradient, "add", lambda add: lambda self, grad, x: add(self, grad[:-1], x[:-1])
 )
-NOT_DIVIDED = in_place_of(sharded_linear, "sum_ending", lambda ending: lambda divisor: ending(1))
+NOT_DIVIDED = in_place_of(buckets, "sum_ending", lambda ending: lambda divisor: ending(1))
 A_KEY_TOO_FEW = in_place_of(
     attention_runs,
     "keys_of",
     lambda right: lambda run, *mask: (slice(0, run.stop - bool(run.start)), right(run, *mask)[1]),
 )
 
-MUTANTS: dict[str, tuple[list[Network], Fault]] = {
+MUTANTS: dict[str, tuple[Sequence[Case], Fault]] = {
     "another order of additions": (LINEARS, own_partial_first),
     "weight gradient of fewer rows": (LINEARS, WEIGHT_GRADIENT),
     "everything times 1.001": (LINEARS, in_place_of(cpu, "gemm_into", scaled_a_little)),
     "a key too few": (ATTENTION, A_KEY_TOO_FEW),
-    "not divided": (SHARDED, NOT_DIVIDED),
-    "nothing": ([*LINEARS, *ATTENTION, *SHARDED], lambda patch: None),
+    "not divided": (AVERAGES, NOT_DIVIDED),
+    "nothing": ([*LINEARS, *ATTENTION, *AVERAGES], lambda patch: None),
 }
 
 

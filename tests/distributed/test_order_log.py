@@ -47,8 +47,12 @@ def record(rank: int, folder: str, batched: bool, call: Callable[..., Any], *giv
 
 
 def drawn(size: int, many: int) -> list[Case]:
-    """Random networks and buckets; every rank waits for the buckets in its own order."""
-    examples: list[Case] = []
+    """Random networks and buckets; every rank waits for the buckets in its own order.
+
+    The first case uses another lane than the first, which no random one may do on two ranks.
+    """
+    between_nodes = Schedule("two_level", lanes=2, node_size=1)
+    examples: list[Case] = [one_layer("all_gather_linear", size, schedule=between_nodes)]
     given(case=cases(size))(
         settings(
             max_examples=many, derandomize=True, database=None, phases=[Phase.generate],

@@ -26,17 +26,14 @@ INT, LOW, FP32 = torch.int32, torch.bfloat16, torch.float32
 
 
 def of_linears(made: Transport) -> list[tuple[str, Call]]:
-    x, weight, meta = torch.ones(4, 4), torch.ones(3, 4), "meta"
+    x, weight, bias, meta = torch.ones(4, 4), torch.ones(3, 4), torch.ones(3), "meta"
     fused, sink = partial(all_gather_linear, transport=made), lambda piece, rows: None
-    sharded = partial(ops.sharded_linear, x, transport=made)
-    rows = torch.ones(2, 4)
     return [
         ("x is torch.int64; choose one of float32, bf", lambda: fused(x.long(), weight.long())),
         ("x is torch.float32, the weight torch.bfloat16; ", lambda: fused(x, weight.to(LOW))),
-        ("x is torch.float32, the bias torch.bfloat16; c", lambda: sharded(rows, x[0].to(LOW))),
+        ("x is torch.float32, the bias torch.bfloat16; c", lambda: fused(x, weight, bias.to(LOW))),
         ("x has 4 features, the weight takes 5", lambda: fused(x, torch.ones(3, 5))),
         (r"bias has shape \(4,\); it has to be \(3,\)", lambda: fused(x, weight, torch.ones(4))),
-        (r"shape \(2,\); .* be \(4,\), the rows of the whole", lambda: sharded(rows, x[0, :2])),
         (r"they have to be \[S, ..., I\] and \[O, I\]", lambda: fused(x[0], weight)),
         ("length 5 is not divisible by the group size 2; pad it to 6, or use linear_all_reduce",
          lambda: linear_reduce_scatter(torch.ones(5, 4), weight, transport=made)),
@@ -46,16 +43,11 @@ def of_linears(made: Transport) -> list[tuple[str, Call]]:
         (r"shape \(4, 3\) is not contiguous", lambda: gather_and_use(new_link(), weight.t(), sink)),
         (r"shard has shape \(4,\); it has to be a matrix",
          lambda: gather_and_use(new_link(), x[0], sink, shape=(2, 1))),
-        ("'half' is unknown; choose whole or blocks", lambda: LinearOptions(wgrad="half")),
         ("torch.int32; partial sums need a floating", lambda: LinearOptions(reduce_dtype=INT)),
         *(("it must be a whole number from 1", partial(new_link, lanes=n)) for n in (0, 1.5, True)),
         ("transport is a ProcessGr.*; pass what", lambda: fused(x, weight, transport=made.group)),
         (r"options is a dict; pass LinearOptions\(", lambda: fused(x, weight, options={})),
-        *((r"transport is a str; pass what Transport\.create", call) for call in (
-            lambda: Buckets("a group"),
-            lambda: ops.shard_linears(torch.nn.Linear(4, 4), transport="a group"),
-            lambda: ops.ShardedLinear(torch.nn.Linear(4, 4), transport="a group"),
-        )),
+        (r"transport is a str; pass what Transport\.create", lambda: Buckets("a group")),
     ]  # fmt: skip
 
 
@@ -127,8 +119,9 @@ def test_inputs_that_cannot_work_are_refused(rank: int, of: Any) -> None:
 # -------------------------------------------------------------------- ranks that disagree
 
 
-LINEAR, SHARDED = (partial(one_layer, op, 2) for op in ("all_gather_linear", "sharded_linear"))
+LINEAR = partial(one_layer, "all_gather_linear", 2)
 SCATTER = partial(one_layer, "linear_reduce_scatter", 2)
+SUM = partial(one_layer, "linear_all_reduce", 2, batch=None)
 
 
 def bucket(elements: int = 2, wide: bool = False, **options: Any) -> BucketRun:
@@ -140,12 +133,10 @@ DIFFER: list[tuple[Case, Case, str]] = [
     (LINEAR(), LINEAR(dtype=LOW), "dtype: torch.[a-z0-9]+ here, torch.[a-z0-9]+ there"),
     (LINEAR(), SCATTER(), "operation: .*linear.* here, .*linear.* there"),
     (LINEAR(), LINEAR(schedule=Schedule()), "schedule: .* chunks here, .* chunks there"),
-    # wgrad changes when transfers are posted, and HCCL matches messages by order.
-    (SCATTER(), SCATTER(wgrad="blocks"), "options: .*(whole|blocks).* here"),
+    (SCATTER(), SCATTER(main_grad=FP32), "options: .*main_grad=(True|False).* here"),
     (LINEAR(), LINEAR(weight_grad=False), "wgrad: .* here, .* there"),
     (LINEAR(), LINEAR(rows=0), "path: .* here, .* there"),
-    (SHARDED(), SHARDED(outputs=33), r"rows: .* here, .* there"),
-    (SHARDED(), SHARDED(weight_grad=False), "here, .* there"),
+    (SUM(), SUM(rows=5), "path: .* here, .* there"),  # both are padded to six
     (*(one_layer(op, 2) for op in ATTENTION[1:]), "operation: attention_all_to_all.* here, att"),
     (bucket(), bucket(3), "rows: . here, . there"),
     (bucket(), bucket(0), "path: [a-z_]+ here, [a-z_]+ there"),
@@ -166,18 +157,6 @@ def test_ranks_that_disagree_are_told_what_about(rank: int, number: int) -> None
     named = r"rank (.) and peer (?!\1). of the group call different operations"
     assert re.search(named, str(caught.value))
     assert "Nothing was sent; call the same operation on all ranks" in str(caught.value)
-
-
-@on_ranks(2)
-def test_replicated_gradients_are_of_the_same_parameters(rank: int) -> None:
-    for call, outputs, more, fact in (
-        (ops.average_gradients, 2 + rank, (), "parameters"),
-        (ops.clip_gradient_norm, 2, (1.0 + rank,), "max_norm"),
-    ):
-        model = torch.nn.Linear(2, outputs)
-        model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(MismatchError, match=f"{fact}: .* here, .* there"):
-            call(model, *more, new_link())
 
 
 @on_ranks(3)

@@ -1,5 +1,6 @@
-"""Transports: bounds of their caches, lane streams, agreement of ranks, profiler ranges."""
+"""Transports: copies, bounds of their caches, lane streams, agreement of ranks, profiler ranges."""
 
+import copy
 from collections.abc import Iterable
 from types import SimpleNamespace
 from unittest import mock
@@ -50,6 +51,13 @@ def test_what_was_transferred_is_erased_from_the_lanes_once_it_is_waited_for(ran
     assert erased == []
     handles[1].wait()
     assert erased == [(buffer.untyped_storage().data_ptr(), 2)]
+
+
+@on_ranks(2)
+def test_the_copy_of_a_module_uses_the_same_transport(rank: int) -> None:
+    module = torch.nn.Linear(2, 2)
+    module.transport = transport()
+    assert copy.deepcopy(module).transport is module.transport
 
 
 @on_ranks(3)

@@ -100,6 +100,7 @@ def test_what_a_command_line_leaves_out_is_what_megatron_takes() -> None:
     ("change", "message"),
     [
         ({"commfuse_chunk": 2}, "unknown: --commfuse-chunk; did you mean --commfuse-chunks?"),
+        ({"commfuse_wgrad": "blocks"}, "--commfuse-wgrad was removed: a weight gradient is one"),
         ({"sequence_parallel": "yes"}, "--sequence-parallel: ignored explicit argument 'yes'"),
         ({"num_layers": 3.5}, "--num-layers: '3.5' is not a whole number from 1"),
         ({"num_layers": True}, "--num-layers: expected one argument"),

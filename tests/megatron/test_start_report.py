@@ -1,5 +1,6 @@
 """The report at the start, on real Megatron models: reasons, stages, buckets."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,29 +24,40 @@ class Alien(torch.nn.Module):
 
 
 LAYERS = {"num_layers": 2}
+LAYERS_OF_A_GPT = "qkv", "proj", "fc1", "fc2", "output"
 TWO = Case(tensor=2, options=LAYERS)
 
 
 @on_ranks(2)
 def test_each_reason_comes_with_the_way_out(rank: int) -> None:
-    options = "--commfuse-attention --commfuse-layers qkv,fc1,fc2,output"
-    case = TWO.but({"sequence_parallel": False}, launch=options)
-    transfers = (
-        "without sequence parallelism the forward has no transfer (Megatron hides that of the "
-        "backward behind wgrad; --sequence-parallel has both)"
-    )
+    case = replace(TWO, launch="--commfuse-attention --commfuse-layers qkv,fc1,fc2,output")
     unlisted = "proj is not in the list of layers to fuse (add proj to --commfuse-layers)"
     with layout(case), launched(case) as (_, report):
         lines = told(report, Trainer(case).models)
     expected = [
-        f"qkv: 0 of 2 fused; 2 not: {transfers}",
+        "qkv: 2 of 2 fused",
         f"proj: 0 of 2 fused; 2 not: {unlisted}",
-        f"fc1: 0 of 2 fused; 2 not: {transfers}",
+        "fc1: 2 of 2 fused",
         "fc2: 2 of 2 fused",
-        f"output: 0 of 1 fused; 1 not: {transfers}",
-        "attention: 0 of 2 fused; 2 not: without sequence parallelism nothing is split",
+        "output: 1 of 1 fused",
+        f"attention: 0 of 2 fused; 2 not: {unlisted}",
     ]
     assert lines == [f"CommFuse: {line}" for line in expected if rank == 0]
+
+
+@on_ranks(2)
+def test_nothing_is_fused_without_sequence_parallelism(rank: int) -> None:
+    """Also layers that the launch names."""
+    case = TWO.but({"sequence_parallel": False}, launch="--commfuse-layers proj,fc2")
+    with layout(case), launched(case) as (_, report):
+        models = Trainer(case).models
+        with pytest.raises(IncompatibleOptionsError) as caught:
+            told(report, models)
+    for line, name in zip(str(caught.value).splitlines()[1:], LAYERS_OF_A_GPT, strict=False):
+        reason = "its all-reduce stays Megatron's" if name in ("proj", "fc2") else "the forward has"
+        assert f"{name}: 0 of " in line
+        assert f"not: without sequence parallelism {reason}" in line
+        assert "--sequence-parallel" in line
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from commfuse_npu.refusals import UNSPLIT
 from tests.distributed.ranks import on_ranks
 from tests.docs.test_examples import blocks
 from tests.megatron.models import Case, gpt, settings
@@ -21,9 +22,9 @@ COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_te
                "reduce_scatter_single", "all_reduce")  # fmt: skip
 
 
-def mlp() -> Any:
+def mlp(case: Case = CASE) -> Any:
     """The layers ``linear_fc1`` and ``linear_fc2`` of a model."""
-    model: Any = gpt(CASE, settings(CASE))
+    model: Any = gpt(case, settings(case))
     return model.decoder.layers[0].mlp
 
 
@@ -74,6 +75,27 @@ def test_what_keeps_a_layer_from_being_fused(rank: int) -> None:
         ):
             column.commfuse_layer = name
             said(column, reason)
+
+
+@on_ranks(4)
+def test_an_all_reduce_stays_megatrons(rank: int) -> None:
+    """The same bits, forward and backward, where a fused sum has another order."""
+    case = Case(tensor=4, launch="--commfuse-chunks 2", options={"sequence_parallel": False})
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(64, 2, 16, generator=generator, requires_grad=True)
+
+    def run(layer: Any) -> list[torch.Tensor]:
+        y, _ = layer(x)
+        return [y, *torch.autograd.grad(y.square().sum(), (x, layer.weight))]
+
+    with layout(case):
+        own = mlp(case).linear_fc2
+        with launched(case) as (wrappers, _):
+            wrapped = mlp(case).linear_fc2
+            wrapped.load_state_dict(own.state_dict())
+            results = run(wrapped)
+            assert set(wrappers.calls) == {("fc2", UNSPLIT)}
+        assert all(map(torch.equal, results, run(own)))
 
 
 @on_ranks(2)

@@ -23,14 +23,14 @@ CAUSAL = {"causal": True, "one document": True, "documents": False, "full": Fals
 @pytest.mark.parametrize(
     ("schedule", "costs_rise", "expected"),
     [
-        (Schedule(chunks=2, taper=2.0), False, Schedule(chunks=2)),
-        (Schedule(chunks=2, taper=2.0), True, Schedule(chunks=2, causal=True)),
+        (Schedule(chunks=2), False, Schedule(chunks=2)),
+        (Schedule(chunks=2), True, Schedule(chunks=2, causal=True)),
         (Schedule("collective", chunks=3), True, Schedule(chunks=3, causal=True)),
         (Schedule("collective"), False, Schedule()),
         (NODES, True, NODES),
     ],
 )
-def test_runs_of_queries_are_even_and_causal_blocks_in_their_order(
+def test_attention_has_lanes_and_causal_blocks_in_their_order(
     schedule: Schedule, costs_rise: bool, expected: Any
 ) -> None:
     assert options_for_attention(LinearOptions(schedule), costs_rise).schedule == expected

@@ -41,14 +41,14 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ("", {}, 8,
      {"wrappers.layers": {*LAYERS}, LIMITED: True, "linear.tuning": None,
       SCHEDULE: Schedule("shifted", lanes=1, chunks=1), "wrappers.order_log": None}),
-     ("--commfuse-layers qkv,fc1 --commfuse-reduce-dtype float32 --commfuse-wgrad blocks "
+     ("--commfuse-layers qkv,fc1 --commfuse-reduce-dtype float32 "
       "--commfuse-order-log folder", {}, 8,
-      {"wrappers.layers": {"qkv", "fc1"}, "linear.reduce_dtype": FP32, "linear.wgrad": "blocks",
+      {"wrappers.layers": {"qkv", "fc1"}, "linear.reduce_dtype": FP32,
        "wrappers.order_log": "folder"}),
     # Lanes that nothing would use are not created.
-    ("--commfuse-lanes 7 --commfuse-chunks 4 --commfuse-taper 1.5",
+    ("--commfuse-lanes 7 --commfuse-chunks 4",
      {"tensor_model_parallel_size": 4}, 8,
-     {SCHEDULE: Schedule("shifted", lanes=3, chunks=4, taper=1.5), LIMITED: False}),
+     {SCHEDULE: Schedule("shifted", lanes=3, chunks=4), LIMITED: False}),
     # Small blocks stay whole.
     ("", LONG, 8, {CHUNKS: 2, "linear.schedule.lanes": 1}),
     ("", {**LONG, "seq_length": 8192}, 8, {CHUNKS: 1}),

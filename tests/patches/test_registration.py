@@ -148,6 +148,7 @@ def test_a_script_is_launched_as_if_it_were_started(
         ("--use-commfuse pretrain_gpt.py", r"usage: torchrun .* SCRIPT"),
         ("absent.py", r"there is no script absent\.py in .*; run it"),
         (f"{__file__} --commfuse-lane 2", "unknown: --commfuse-lane; did you mean --commfuse-l"),
+        (f"{__file__} --commfuse-wgrad blocks", "was removed: a weight gradient is one GEMM"),
         (f"{__file__} --commfuse_chunks=2", "chunks; did you mean --commfuse-chunks"),
         (f"{__file__} --no-commfuse-attentions", "did you mean --no-commfuse-attention?"),
     ],

@@ -48,22 +48,6 @@ def test_blocks_are_sent_as_they_are_made_and_used_as_they_arrive(
     assert actual == order
 
 
-def test_both_exchanges_of_a_sharded_backward_are_covered() -> None:
-    spec = RankSpec(Schedule(lanes=2), 1, 3, batched=False)
-    assert order_of(rules.sharded_backward(spec, 4, 8, True, True)) == [
-        # The weight is sent before work begins; every wgrad block is sent as soon as it is made.
-        *["send block"] * 2,
-        *["make", "send partial"] * 2,
-        # The own block of the weight needs no wait; the sums come after all dgrad blocks.
-        *["make", *USED * 2, "use", "wait partial", "finish"],
-    ]
-    # In batches on ordered lanes: at most two weight blocks are sent before the own one is used.
-    spec = RankSpec(Schedule(lanes=1), 1, 4, batched=True)
-    steps = order_of(rules.sharded_backward(spec, 4, 8, True, True))
-    kinds = [step.removeprefix("send ") for step in steps if step.startswith("send")]
-    assert kinds == ["block", "block", "partial", "partial", "partial", "block"]
-
-
 def test_receives_come_first_where_they_are_posted_by_themselves() -> None:
     spec = RankSpec(Schedule(chunks=2), 1, 4, batched=False)
     program = rules.gemm_scatter(spec, 8, 16, 32)
@@ -84,7 +68,7 @@ def test_scratch_of_two_groups_is_used_again() -> None:
 
 def test_a_stream_waits_for_a_post_once() -> None:
     """Waiting for the receive of a batch completes its send."""
-    program = rules.gather_gemm(RankSpec(Schedule(chunks=2), 0, 2, True), 4, 8, 8, None, 0)
+    program = rules.gather_gemm(RankSpec(Schedule(chunks=2), 0, 2, True), 4, 8, 8, 0)
     assert list(program.awaited.values()) == [{0: ("receive", 0)}, {1: ("receive", 1)}, {}]
 
 
@@ -107,7 +91,7 @@ def test_a_program_reads_as_text() -> None:
     [
         ("bucket_gather", (4099,)),
         ("bucket_scatter", (4099, 1, 2)),
-        ("sharded_backward", (67, 3, True, True)),
+        ("produce_scatter", (67, 3)),
     ],
 )
 def test_compiling_takes_work_in_proportion_to_the_transfers(name, arguments, batched) -> None:

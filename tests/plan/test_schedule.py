@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +16,6 @@ from commfuse_npu.plan import (
     default_shape,
     min_rows_to_fuse,
     rules,
-    taper_down,
 )
 from commfuse_npu.plan.instructions import Collective, Post
 
@@ -36,35 +34,21 @@ def test_peers_are_taken_by_their_distance() -> None:
     assert lanes == {(1, 0), (2, 1), (3, 1), (4, 1), (5, 1)}
 
 
-def test_chunks_shrink_where_they_arrive_and_grow_where_they_are_made() -> None:
-    schedule = Schedule(chunks=4, taper=2)
-    down = [run.stop - run.start for run in schedule.runs(1920, "first")]
-    assert down == [1024, 512, 256, 128]
-    assert [run.stop - run.start for run in schedule.runs(1920, "last")] == down[::-1]
-    growing = Schedule(chunks=4, taper=0.5)
-    assert [run.stop - run.start for run in growing.runs(1920, "first")] == down[::-1]
-
-
 @settings(deadline=None)
-@given(rows=st.integers(1, 3000), parts=st.integers(1, 9), taper=st.floats(0.125, 8), last=...)
-def test_chunks_cover_a_block_once_and_none_is_empty(
-    rows: int, parts: int, taper: float, last: bool
-) -> None:
-    bounds = taper_down(rows, parts, taper)
-    sizes = [stop - start for start, stop in pairwise(bounds)]
-    assert (bounds[0], bounds[-1], len(sizes)) == (0, rows, parts)
-    if rows >= parts:
-        assert min(sizes) >= 1
-    if rows % 16 == 0 and rows >= 16 * parts:
-        assert all(size % 16 == 0 for size in sizes)
-    runs = Schedule(chunks=parts, taper=taper).runs(rows, "last" if last else "first")
+@given(rows=st.integers(1, 3000), parts=st.integers(1, 9))
+def test_chunks_cover_a_block_once_and_differ_by_one_unit(rows: int, parts: int) -> None:
+    runs = Schedule(chunks=parts).runs(rows)
     assert [row for run in runs for row in range(run.start, run.stop)] == list(range(rows))
+    assert len(runs) == min(rows, parts)
+    unit = 16 if rows % 16 == 0 and rows >= 16 * parts else 1
+    sizes = [run.stop - run.start for run in runs]
+    assert max(sizes) - min(sizes) <= unit
+    assert all(size % unit == 0 for size in sizes)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        *(({"taper": taper}, f"taper is {taper}; from 1/8") for taper in (0.1, 9, float("nan"))),
         ({"shape": "mesh"}, "'mesh' is unknown; choose one of shifted, two_level, coll"),
         ({"lanes": 0}, "lanes is 0; it must be a whole number from 1"),
         ({"chunks": 1.5}, "chunks is 1.5; it must be a whole number from 1"),
@@ -102,7 +86,7 @@ def test_plan_and_proof_need_no_torch() -> None:
 def test_from_three_ranks_on_a_chunk_is_one_collective() -> None:
     assert [default_shape(size) for size in (2, 3, 8)] == ["shifted", "collective", "collective"]
     spec = RankSpec(Schedule(default_shape(4), chunks=2), 1, 4, True)
-    program = rules.gather_gemm(spec, 4, 2, 3, None, 0)
+    program = rules.gather_gemm(spec, 4, 2, 3, 0)
     assert (program.count(Post), program.count(Collective), program.lanes) == (0, 2, 1)
 
 

@@ -34,7 +34,7 @@ def group(
 
 
 def gather(**options: Any) -> Group:
-    return group("gather_gemm", 2, 2, 3, None, 2, **options)
+    return group("gather_gemm", 2, 2, 3, 0, **options)
 
 
 def together(rule: str, *given: object) -> Group:
@@ -157,7 +157,7 @@ FAULTS: dict[str, tuple[Group, Fault, str]] = {
         "the side stream does not wait for what came before",
     ),
     "a read of what the other stream writes": (
-        group("gather_gemm", 4, 2, 3, "whole", 2, chunks=2), drop(WaitEvent, -1),
+        group("gather_gemm", 4, 2, 3, 2, chunks=2), drop(WaitEvent, -1),
         r"wgrad.* it races with rank 0, instruction 18 \(aside: whole",
     ),
     "an end before the side stream's": (
@@ -196,7 +196,7 @@ FAULTS: dict[str, tuple[Group, Fault, str]] = {
     ),
     # Collectives.
     "a collective in another order": (
-        together("gather_gemm", 2, 2, 3, None, 2),
+        together("gather_gemm", 2, 2, 3, 0),
         change(Collective, sends=lambda all_of: all_of[::-1]),
         r"of all ranks in their order, not to \[2, 1, 0\] and from \[0, 1, 2\]",
     ),

@@ -70,9 +70,9 @@ def judged(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([], "does not begin with the line of an order log of version 4"),
-        ([["log", 7, 0, 1]], "version 4 .log of version 7.; use the version of commfuse-npu that"),
-        ([["log", VERSION, 2, 2]], "version 4 .rank 2 of 2.; use the version"),
+        ([], f"does not begin with the line of an order log of version {VERSION}"),
+        ([["log", 7, 0, 1]], f"version {VERSION} .log of version 7.; use the version of"),
+        ([["log", VERSION, 2, 2]], f"version {VERSION} .rank 2 of 2.; use the version"),
         ([HEADER, "9" * 5000], "line 2: ValueError: Exceeds the limit"),
         ([HEADER, "[" * 100_000], "line 2: RecursionError: .*depth"),
         ([HEADER, ["transport", 0, [0, 1], True]], "line 2: .*rank 0 of 1 has no such group"),

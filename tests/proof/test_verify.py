@@ -27,7 +27,7 @@ from commfuse_npu.plan.instructions import (
 )
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import RULES
-from commfuse_npu.plan.rules.pieces import gather_pieces, parts_of, scatter_pieces
+from commfuse_npu.plan.rules.pieces import gather_pieces, scatter_pieces
 from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.proof.cases import CHUNKS, Case, cases
 from commfuse_npu.proof.verify import counter_examples
@@ -93,7 +93,7 @@ def test_pieces_that_are_there_together_are_one_gemm(size: int, chunks: int) -> 
     def of(rule: str, *given: object) -> Program:
         return RULES[rule](spec, *given)
 
-    gathered = of("gather_gemm", 8, 2, 3, None, 2)
+    gathered = of("gather_gemm", 8, 2, 3, 0)
     pieces = gather_pieces(spec, 8)
     assert counts(gathered)[0] == len(pieces) == (1 + sides if chunks == 1 else 1 + chunks)
     assert counts(gathered)[2] == (0 if chunks == 1 or size == 2 else sides * chunks)
@@ -104,9 +104,6 @@ def test_pieces_that_are_there_together_are_one_gemm(size: int, chunks: int) -> 
     backward = of("column_backward", 8, 8, 3, True, True)
     assert counts(backward) == (chunks, chunks, 1)
     assert backward.count(Compute, "wgrad") == 1
-    reduced = of("gemm_all_reduce", 8 * size, 2, 3)
-    assert counts(reduced) == (chunks + sides, chunks, 0)
-    assert len(parts_of(spec, 8 * size)) == chunks
     # Blocks that are produced one by one are produced once per transfer, and the own block once.
     produced = of("produce_scatter", 8, 2)
     assert produced.count(Compute, "make") == (size - 1) * chunks + 1

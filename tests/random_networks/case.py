@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 
 from commfuse_npu.plan import Schedule
-from commfuse_npu.plan.rules import Wgrad
 
 Layout = Literal["plain", "transposed", "sliced", "offset", "expanded"]
 """Memory layout of a tensor.  ``expanded``: one row with stride 0, like the gradient of a sum."""
@@ -23,20 +22,14 @@ Form = Literal["fused", "plain", "exact"]
 """How a case is computed: by the fused op; by its formula, or by collectives in the same pieces; by
 the formula in fp64."""
 
-FROM_SHARD = ("all_gather_linear", "linear_all_to_all", "linear_all_reduce", "sharded_linear")
+FROM_SHARD = ("all_gather_linear", "linear_all_to_all", "linear_all_reduce")
 """Ops whose input on a rank is a shard of the sequence."""
 
 WITH_PROJECTION = "attention_all_to_all with a weight"
 """The name of ``attention_all_to_all`` with a projection, in errors too."""
 
 ATTENTION = ("attention_linear_reduce_scatter", "attention_all_to_all", WITH_PROJECTION)
-FROM_WHOLE = (
-    "linear_reduce_scatter",
-    "all_to_all_linear",
-    *ATTENTION,
-    "linear_all_reduce",
-    "sharded_linear",
-)
+FROM_WHOLE = ("linear_reduce_scatter", "all_to_all_linear", *ATTENTION, "linear_all_reduce")
 """Ops whose input on a rank has all rows of the sequence."""
 
 LANES = 4
@@ -70,7 +63,6 @@ class Layer:
     weight_layout: Layout = "plain"
     grad_layout: Layout = "plain"
     schedule: Schedule = Schedule()
-    wgrad: Wgrad = "whole"
     wide: bool = False
     collectives_from: int | None = None
     main_grad: torch.dtype | None = None
@@ -89,7 +81,6 @@ class Network:
 
     Attributes:
         rows, batch: shape of one rank's shard of the sequence; ``[rows, features]`` without batch.
-        uneven: rank r has r more rows; only for ops that allow a different length per rank.
         branches: all layers take the same input.
         micro_batches: number of forwards, followed by as many backwards.
         last_first: the backward of the last micro-batch comes first.
@@ -103,7 +94,6 @@ class Network:
     dtype: torch.dtype = torch.float32
     rows: int = 1
     batch: int | None = None
-    uneven: bool = False
     x_grad: bool = True
     branches: bool = False
     micro_batches: int = 1

@@ -92,10 +92,3 @@ def attention_all_to_all(
     if weight is not None:
         return all_to_all_linear(attended, weight, bias, group=group, options=options)
     return torch.cat(_swap(attended, group).chunk(group.size()), -1)
-
-
-def sharded_linear(x, weight_shard, bias=None, *, group: Group, options: LinearOptions):
-    shard = weight_shard.view_as(weight_shard)
-    if shard.requires_grad:
-        shard.register_hook(lambda grad: grad / group.size())
-    return linear(x, _gather(shard, group), bias)

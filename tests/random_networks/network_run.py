@@ -77,17 +77,15 @@ class Call:
                 weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         if layer.bias == "no":
             return weight, None
-        # A sharded layer has the full bias on every rank; column-parallel ranks have their own.
-        features = outputs * size if layer.op == "sharded_linear" else outputs
         owner = self.link.rank if layer.op == "all_gather_linear" else 0
-        bias = _drawn(case, self.form, f"{self.name} bias {owner}", (features,))
+        bias = _drawn(case, self.form, f"{self.name} bias {owner}", (outputs,))
         return weight, torch.nn.Parameter(bias, requires_grad=layer.bias == "trained")
 
     def _keywords(self) -> dict[str, Any]:
         layer = self.layer
         wide, main_grad = torch.float32 if layer.wide else None, layer.main_grad is not None
         options = LinearOptions(
-            layer.schedule, wide, layer.wgrad, main_grad, collectives_from=layer.collectives_from
+            layer.schedule, wide, main_grad, collectives_from=layer.collectives_from
         )
         keywords: dict[str, Any] = {"options": options}
         if layer.op in ATTENTION:
@@ -139,7 +137,7 @@ def input_of(
 ) -> torch.Tensor:
     """The input of the first layer on this rank in a micro-batch."""
     rank = (link or transport(case.batched, case.lanes)).rank
-    rows = case.rows + (rank if case.uneven else 0)
+    rows = case.rows
     if case.layers[0].op not in FROM_SHARD:
         rows *= case.size
     leading = (rows,) if case.batch is None else (rows, case.batch)

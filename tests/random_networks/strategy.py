@@ -56,7 +56,6 @@ def _schedules(draw: st.DrawFn, size: int, lanes: int, linear: bool = False) -> 
     schedule = Schedule(
         lanes=draw(st.integers(1, lanes)),
         chunks=draw(st.one_of(st.integers(1, 3), st.integers(1, 8))),
-        taper=draw(st.sampled_from((1.0, 1.0, 1.5, 2.0, 8.0, 0.5))),
     )
     if shape == "two_level":
         nodes = [n for n in range(1, size + 1) if size % n == 0]
@@ -110,13 +109,10 @@ def _layers(
     )
     if dtype != torch.float32:
         layer = replace(layer, wide=draw(st.booleans()))
-    if op == "sharded_linear":
-        return layer
     if op in _TENSOR_PARALLEL:
         # With rounding Megatron's order gives the bits of whole GEMMs, not of the same pieces.
         least = None if rounded else draw(st.sampled_from((None, None, 1)))
-        wgrad = draw(st.sampled_from(("whole", "blocks")))
-        layer = replace(layer, wgrad=wgrad, collectives_from=least)
+        layer = replace(layer, collectives_from=least)
     if layer.weight_grad and draw(_often()):
         main_grad = draw(st.sampled_from(_DTYPES))
         layer = replace(layer, main_grad=main_grad, flag=draw(st.booleans()))
@@ -125,9 +121,7 @@ def _layers(
 
 def _is_whole(whole: bool, layer: Layer) -> bool:
     """Whether a rank holds all rows after ``layer``."""
-    if layer.op in ("linear_all_reduce", "sharded_linear"):
-        return whole
-    return layer.op in FROM_SHARD
+    return whole if layer.op == "linear_all_reduce" else layer.op in FROM_SHARD
 
 
 @st.composite
@@ -164,7 +158,6 @@ def _networks(draw: st.DrawFn, size: int, *first: str) -> Network:
         dtype=dtype,
         rows=rows if rounded else min(rows, limit),
         batch=batch,
-        uneven=all(layer.op == "sharded_linear" for layer in layers) and draw(st.booleans()),
         x_grad=draw(_often(True)),
         branches=branches,
         micro_batches=micro_batches,

@@ -11,14 +11,10 @@ MORE = ((2, 180), (3, 50), (4, 30))
 ONE_LANE = Schedule(lanes=1)
 TO_LINEAR = Layer("all_to_all_linear", schedule=ONE_LANE)
 ATTENTION = Layer(WITH_PROJECTION, 64, 32, schedule=ONE_LANE, queries=2, keys=1)
-ALL_REDUCE = Layer("linear_all_reduce", 32, 32, schedule=Schedule(lanes=1, causal=True))
 FOUND: dict[str, Case] = {
     "no rows": Network(2, (TO_LINEAR,), rows=0, lanes=1),
     "the backward of an empty batch behind attention": Network(
         2, (ATTENTION,), rows=1, batch=0, lanes=1
-    ),
-    "an all-reduce in the order of causal blocks": Network(
-        4, (ALL_REDUCE,), rows=4, lanes=1, batch=None, rounded=True
     ),
 }
 

@@ -24,14 +24,10 @@ from commfuse_npu.plan.rules.blocks import (
     exchange,
     gather_use,
     produce_scatter,
-    sharded_backward,
-    sharded_forward,
 )
 from commfuse_npu.plan.rules.linear import (
-    Wgrad,
     column_backward,
     gather_gemm,
-    gemm_all_reduce,
     gemm_scatter,
 )
 from commfuse_npu.plan.rules.pieces import Piece
@@ -43,16 +39,12 @@ __all__ = [
     "Carrier",
     "Piece",
     "Rule",
-    "Wgrad",
     "bucket_gather",
     "bucket_scatter",
     "column_backward",
     "exchange",
     "gather_gemm",
     "gather_use",
-    "gemm_all_reduce",
     "gemm_scatter",
     "produce_scatter",
-    "sharded_backward",
-    "sharded_forward",
 ]

@@ -1,4 +1,4 @@
-"""Blocks computed or used piece by piece: attention, Ulysses, sharded weights, buckets."""
+"""Blocks computed or used piece by piece: attention, Ulysses, buckets."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ __all__ = [
     "exchange",
     "gather_use",
     "produce_scatter",
-    "sharded_backward",
-    "sharded_forward",
 ]
 
 Blocks = Literal["given", "made", "made and kept"]
@@ -29,157 +27,55 @@ a buffer of the operation.
 """
 
 
-class _Gather:
-    """Gathers ``shard`` for work that takes the blocks one by one, the own block first.
-
-    Args:
-        window: number of pieces with memory, which is reused after the work on a piece; ``None``
-            for memory of the ``whole`` matrix, ``[n * s, columns]``.
-    """
-
-    def __init__(self, b: Builder, rows: int, columns: int, window: int | None = None) -> None:
-        self._b, self._rows, self._in_place = b, rows, window is None
-        runs = b.runs(rows, "first")
-        self._pieces = [(run, j, hop) for j, run in enumerate(runs) for hop in b.hops("first")]
-        self._chunks, self._posted = len(runs), 0
-        self._window = min(window or len(self._pieces), len(self._pieces))
-        if window is None:
-            b.scratch("whole", b.size * rows, columns)
-        else:
-            longest = max(run.stop - run.start for run in runs)
-            for slot in range(self._window):
-                b.scratch(f"arriving {slot}", longest, columns)
-
-    def post(self, upto: int | None = None) -> None:
-        """Post until ``upto`` pieces are posted in all; ``None``: as many as have memory."""
-        end = min(self._window if upto is None else upto, len(self._pieces))
-        for at in range(self._posted, end):
-            run, j, hop = self._pieces[at]
-            sent = rows_of("shard", run)
-            self._b.post(hop, sent, self._there(at), "block {source}", j, self._chunks)
-        self._posted = max(self._posted, end)
-
-    def _there(self, at: int) -> Span:
-        run, _, hop = self._pieces[at]
-        if self._in_place:
-            return rows_of("whole", inside(hop.source, self._rows, run))
-        return Span(f"arriving {at % self._window}", 0, run.stop - run.start)
-
-    def use(self) -> None:
-        """``use(piece, run)`` for the own block and then for every piece in its order."""
-        b, rows = self._b, self._rows
-        b.compute("use", [], [Span("shard", 0, rows)], block_of(b.rank, rows))
-        for at, (run, _, hop) in enumerate(self._pieces):
-            b.compute("use", [], [self._there(at)], inside(hop.source, rows, run))
-            self.post(at + 1 + self._window)
-
-
-class _Scatter:
-    """Reduce-scatters a matrix piece by piece: each rank sums the pieces of its own block.
-
-    Pieces are computed before they are sent, the own block last, and summed into ``out``; or they
-    are rows of ``bucket``, whose own block becomes the sum.
-
-    Args:
-        stack: number of partials of a chunk that are added at once.
-        in_flight: number of stacks with memory; the others are sent as these are added.
-        finish: whether the work ``finish(out, total, own)`` completes the sum, with a wide total;
-            not called for one rank, which has nothing to sum.
-    """
-
-    def __init__(
-        self,
-        b: Builder,
-        rows: int,
-        columns: int,
-        stack: int,
-        *,
-        in_flight: int = IN_FLIGHT,
-        finish: bool = False,
-        bucket: bool = False,
-    ) -> None:
-        self._b, self._rows, self._in_flight, self._bucket = b, rows, in_flight, bucket
-        runs, hops, stack = b.runs(rows, "last"), b.hops("last"), max(1, min(stack, b.peers))
-        self._chunks = len(runs)
-        self._stacks = [
-            (j, run, hops[at : at + stack], at)
-            for j, run in enumerate(runs)
-            for at in range(0, len(hops), stack)
-        ]
-        self._finish = finish and b.peers > 0
-        # Partials are added before the own block exists, or in several additions.
-        several = stack < b.peers or len(runs) > IN_FLIGHT
-        self._total = self._finish or (several and b.peers > 0)
-        self._out = rows_of("bucket", block_of(b.rank, rows)) if bucket else Span("out", 0, rows)
-        self._own = self._out if bucket else Span("own", 0, rows)
-        for t, (_, run, group, _) in enumerate(self._stacks):
-            length = len(group) * (run.stop - run.start)
-            for name in ("partials",) if bucket else ("made", "partials"):
-                b.scratch(f"{name} {t}", length, columns, slot=f"{name} {t % in_flight}")
-        if not bucket:
-            b.scratch("own", rows, columns)
-        if self._total:
-            b.scratch("total", rows, columns, wide=True)
-        self._sent = self._added = 0
-
-    def send(self, upto: int | None = None) -> None:
-        """Compute and send stacks until ``upto``; ``None``: all, and then compute the own block."""
-        b, rows = self._b, self._rows
-        for t in range(self._sent, len(self._stacks[:upto])):
-            j, run, group, _ = self._stacks[t]
-            if t >= self._in_flight:
-                self._add()
-            for at, hop in enumerate(group):
-                part = inside(hop.target, rows, run)
-                place = block_of(at, run.stop - run.start)
-                sent = rows_of("bucket", part) if self._bucket else rows_of(f"made {t}", place)
-                if not self._bucket:
-                    b.compute("make", [sent], [], part)
-                into = rows_of(f"partials {t}", place)
-                b.post(hop, sent, into, "partial for {target}", j, self._chunks)
-            self._sent = t + 1
-        if upto is None and not self._bucket:
-            b.compute("make", [self._own], [], block_of(b.rank, rows))
-
-    def _add(self) -> None:
-        t, self._added = self._added, self._added + 1
-        _, run, group, at = self._stacks[t]
-        partials = Span(f"partials {t}", 0, len(group) * (run.stop - run.start)), len(group)
-        if self._total:
-            total = rows_of("total", run)
-            so_far = [(total, 1)] if at else []
-            self._b.add(total, *so_far, partials, on_side_stream=not self._bucket)
-        else:
-            self._b.add(rows_of("out", run), partials, (rows_of("own", run), 1))
-
-    def finish(self) -> None:
-        """Add the remaining partials and write the sum."""
-        b, total = self._b, Span("total", 0, self._rows)
-        while self._added < len(self._stacks):
-            self._add()
-        if self._bucket:
-            b.settle()
-        if self._finish:
-            b.compute("finish", [self._out], [total, self._own])
-        elif self._total:
-            b.add(self._out, (total, 1), (self._own, 1))
-        elif not self._stacks and not self._bucket:
-            b.copy(self._out, self._own)
-
-
 # ---------------------------------------------------------------------- attention, Ulysses
 
 
 @Rule
 def produce_scatter(spec: RankSpec, rows: int, columns: int) -> Builder:
-    """Compute a matrix piece by piece and reduce-scatter it.
+    """Compute a matrix piece by piece and reduce-scatter it into ``out``.
 
     Work: ``make(out, run)``.
+
+    Chunk j of all peers is added at once.  Memory is for two chunks; a third one is computed when
+    the first is added, before the own block exists.
     """
     b = Builder(spec)
-    scatter = _Scatter(b, rows, columns, b.peers)
-    scatter.send()
-    scatter.finish()
+    own = block_of(spec.rank, rows)
+    out = Span("out", 0, rows)
+    if not b.peers:
+        b.compute("make", [out], [], own)
+        return b
+    runs, hops = b.runs(rows), b.hops("last")
+    in_parts = len(runs) > IN_FLIGHT
+    b.scratch("own", rows, columns)
+    if in_parts:
+        b.scratch("total", rows, columns, wide=True)
+
+    def add(j: int) -> None:
+        partials = Span(f"partials {j}", 0, b.peers * (runs[j].stop - runs[j].start)), b.peers
+        if in_parts:
+            b.add(rows_of("total", runs[j]), partials, on_side_stream=True)
+        else:
+            b.add(rows_of("out", runs[j]), partials, (rows_of("own", runs[j]), 1))
+
+    for j, run in enumerate(runs):
+        if j >= IN_FLIGHT:
+            add(j - IN_FLIGHT)
+        length = run.stop - run.start
+        for name in ("made", "partials"):
+            b.scratch(f"{name} {j}", b.peers * length, columns, slot=f"{name} {j % IN_FLIGHT}")
+        for at, hop in enumerate(hops):
+            part = inside(hop.target, rows, run)
+            place = block_of(at, length)
+            sent = rows_of(f"made {j}", place)
+            b.compute("make", [sent], [], part)
+            into = rows_of(f"partials {j}", place)
+            b.post(hop, sent, into, "partial for {target}", j, len(runs))
+    b.compute("make", [Span("own", 0, rows)], [], own)
+    for j in range(max(0, len(runs) - IN_FLIGHT), len(runs)):
+        add(j)
+    if in_parts:
+        b.add(out, (Span("total", 0, rows), 1), (Span("own", 0, rows), 1))
     return b
 
 
@@ -196,11 +92,20 @@ def gather_use(spec: RankSpec, rows: int, columns: int, keep: bool) -> Builder:
     Work: ``use(piece, run)``; ``wgrad(whole)``.
     """
     b = Builder(spec)
-    gather = _Gather(b, rows, columns)
-    gather.post()
-    gather.use()
+    own = block_of(spec.rank, rows)
+    runs, hops = b.runs(rows), b.hops("first")
+    b.scratch("whole", spec.size * rows, columns)
+    for j, run in enumerate(runs):
+        for hop in hops:
+            into = rows_of("whole", inside(hop.source, rows, run))
+            b.post(hop, rows_of("shard", run), into, "block {source}", j, len(runs))
+    b.compute("use", [], [Span("shard", 0, rows)], own)
+    for run in runs:
+        for hop in hops:
+            part = inside(hop.source, rows, run)
+            b.compute("use", [], [rows_of("whole", part)], part)
     if keep:
-        b.copy(rows_of("whole", block_of(spec.rank, rows)), Span("shard", 0, rows))
+        b.copy(rows_of("whole", own), Span("shard", 0, rows))
         b.compute("wgrad", [], [Span("whole", 0, spec.size * rows)])
     return b
 
@@ -231,7 +136,7 @@ def exchange(
     b = Builder(spec)
     makes, staged = blocks != "given", blocks == "made"
     order: Own = "last" if makes else "first"
-    own, runs = block_of(spec.rank, rows), spec.schedule.runs(rows, order)
+    own, runs = block_of(spec.rank, rows), spec.schedule.runs(rows)
     if not keep:
         b.scratch("received", spec.size * rows, columns)
     for j, run in enumerate(runs):
@@ -278,68 +183,6 @@ def _(
         c.use(received, used_pieces(c.spec, rows, "last" if makes else "first"))
 
 
-# ---------------------------------------------------------------------- sharded weights
-
-
-def _under_way(b: Builder, rows: int, own: Own) -> int:
-    """Number of pieces of a sharded weight with memory: two blocks, or one more than lanes."""
-    longest = max(run.stop - run.start for run in b.runs(rows, own))
-    return max(2 * rows // longest, b.spec.schedule.lanes_for(b.size) + 1)
-
-
-@Rule
-def sharded_forward(spec: RankSpec, rows: int, columns: int) -> Builder:
-    """Gather a weight from its ``shard`` and use it block by block, without memory for all of it.
-
-    Work: ``use(piece, run)``.
-    """
-    b = Builder(spec)
-    gather = _Gather(b, rows, columns, _under_way(b, rows, "first"))
-    gather.post()
-    gather.use()
-    return b
-
-
-@sharded_forward.equals
-def _(c: Carrier, rows: int, columns: int) -> None:
-    gather_use.lines(c, rows, columns, False)
-
-
-@Rule
-def sharded_backward(
-    spec: RankSpec, rows: int, columns: int, gathers: bool, scatters: bool
-) -> Builder:
-    """Compute and reduce-scatter the gradient of a sharded weight; gather and use the weight.
-
-    Work: ``make(out, run)``, ``finish(out, total, own)``, ``use(piece, run)``.
-    """
-    b = Builder(spec)
-    gather = _Gather(b, rows, columns, _under_way(b, rows, "first")) if gathers else None
-    if gather is not None:
-        gather.post()
-    scatter = None
-    if scatters:
-        stack = -(-_under_way(b, rows, "last") // IN_FLIGHT)
-        scatter = _Scatter(b, rows, columns, stack, finish=True)
-        scatter.send()
-    if gather is not None:
-        gather.use()
-    if scatter is not None:
-        scatter.finish()
-    return b
-
-
-@sharded_backward.equals
-def _(c: Carrier, rows: int, columns: int, gathers: bool, scatters: bool) -> None:
-    if scatters:
-        gradient = c.make(c.spec.size * rows, columns, made_pieces(c.spec, rows), out=None)
-        c.reduce_scatter(gradient, out="out", finish=True)
-    if gathers:
-        whole = c.all_gather(c.given("shard", rows, columns))
-        first = None if scatters else block_of(c.spec.rank, rows)
-        c.use(whole, used_pieces(c.spec, rows), first=first)
-
-
 # ---------------------------------------------------------------------- buckets
 
 
@@ -349,16 +192,49 @@ def bucket_scatter(spec: RankSpec, rows: int, stack: int, in_flight: int) -> Bui
 
     Args:
         rows: elements of a shard.
-        stack, in_flight: see :class:`_Scatter`.
+        stack: number of partials of a chunk that are added at once.
+        in_flight: number of stacks with memory; the others are sent as these are added.
 
-    Work: ``finish(out, total, own)``.  Run ahead, it posts all transfers that have memory.
+    Work: ``finish(out, total, own)`` completes the sum, with a wide total; not called for one rank,
+    which has nothing to sum.  Run ahead, it posts all transfers that have memory.
     """
     b = Builder(spec)
-    scatter = _Scatter(b, rows, 1, stack, in_flight=in_flight, finish=True, bucket=True)
-    scatter.send(in_flight)
-    b.end_ahead()
-    scatter.send()
-    scatter.finish()
+    runs, hops = b.runs(rows), b.hops("last")
+    stack = max(1, min(stack, b.peers))
+    stacks = [
+        (j, run, hops[at : at + stack], at)
+        for j, run in enumerate(runs)
+        for at in range(0, len(hops), stack)
+    ]
+    if stacks:
+        b.scratch("total", rows, 1, wide=True)
+
+    def add(t: int) -> None:
+        _, run, group, at = stacks[t]
+        partials = Span(f"partials {t}", 0, len(group) * (run.stop - run.start)), len(group)
+        total = rows_of("total", run)
+        so_far = [(total, 1)] if at else []
+        b.add(total, *so_far, partials)
+
+    for t, (j, run, group, _) in enumerate(stacks):
+        if t == in_flight:
+            b.end_ahead()
+        if t >= in_flight:
+            add(t - in_flight)
+        length = run.stop - run.start
+        b.scratch(f"partials {t}", len(group) * length, 1, slot=f"partials {t % in_flight}")
+        for at, hop in enumerate(group):
+            sent = rows_of("bucket", inside(hop.target, rows, run))
+            into = rows_of(f"partials {t}", block_of(at, length))
+            b.post(hop, sent, into, "partial for {target}", j, len(runs))
+    if len(stacks) <= in_flight:
+        b.end_ahead()
+    for t in range(max(0, len(stacks) - in_flight), len(stacks)):
+        add(t)
+    b.settle()
+    if stacks:
+        own = rows_of("bucket", block_of(spec.rank, rows))
+        b.compute("finish", [own], [Span("total", 0, rows), own])
     return b
 
 
@@ -377,7 +253,7 @@ def bucket_gather(spec: RankSpec, rows: int) -> Builder:
     Run ahead, it posts all its transfers.
     """
     b = Builder(spec)
-    runs = b.runs(rows, "first")
+    runs = b.runs(rows)
     for j, run in enumerate(runs):
         for hop in b.hops("first"):
             own, peer = (inside(rank, rows, run) for rank in (spec.rank, hop.source))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
 
 from commfuse_npu.plan.builder import Builder
 from commfuse_npu.plan.instructions import Span
@@ -12,46 +11,29 @@ from commfuse_npu.plan.rules.pieces import (
     block_of,
     gather_pieces,
     inside,
-    parts_of,
     peers_of,
     rows_of,
     scatter_pieces,
     sides_of,
-    sum_pieces,
 )
 from commfuse_npu.plan.rules.product import Product
 from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, Rule
 from commfuse_npu.plan.schedule import RankSpec
 
-__all__ = ["Wgrad", "column_backward", "gather_gemm", "gemm_all_reduce", "gemm_scatter"]
-
-Wgrad = Literal["whole", "blocks"]
-"""How a weight gradient is computed from blocks of rows.
-
-``whole`` waits for all rows and runs one GEMM: the bits of the unfused layer.  ``blocks`` runs a
-GEMM per piece as it arrives and sums in fp32: more work overlaps with transfers, but the order of
-additions differs.
-"""
+__all__ = ["column_backward", "gather_gemm", "gemm_scatter"]
 
 _AHEAD = 8
 """Most transfers posted before the first work; a limit, because each post takes host time."""
 
 
 @Rule
-def gather_gemm(
-    spec: RankSpec,
-    rows: int,
-    inputs: int,
-    outputs: int,
-    wgrad: Wgrad | None,
-    other: int,
-) -> Builder:
+def gather_gemm(spec: RankSpec, rows: int, inputs: int, outputs: int, other: int) -> Builder:
     """Gather ``shard`` and multiply it by ``weight``; optionally use it for a weight gradient.
 
     Args:
         outputs: columns of ``weight``; 0 for no product.
-        wgrad: how to compute a weight gradient of the gathered matrix and ``other``, if at all.
-        other: columns of ``other``.
+        other: columns of ``other``, whose product with all gathered rows is the weight gradient;
+            0 for none.
 
     Work: ``gemm(out, a, b)``; ``wgrad(whole rows, other rows)``.
 
@@ -62,12 +44,12 @@ def gather_gemm(
     the work.
     """
     b = Builder(spec)
-    runs, n, r = b.runs(rows, "first"), spec.size, spec.rank
+    runs, n, r = b.runs(rows), spec.size, spec.rank
     own, peers, chunks = block_of(r, rows), peers_of(spec), len(runs)
     # A chunk of several blocks is not one run of rows in the whole matrix.
     in_place = chunks == 1 or (b.peers <= 1 and not b.as_collective)
-    filled, stacked = wgrad == "whole", b.size if b.as_collective else b.peers
-    if in_place or filled:
+    stacked = b.size if b.as_collective else b.peers
+    if in_place or other:
         b.scratch("whole", n * rows, inputs)
     if not in_place:
         for j, run in enumerate(runs):
@@ -92,16 +74,14 @@ def gather_gemm(
     for j in range(ahead):
         post(j)
 
-    def use(piece: Span, out: str, factor: str, run: slice) -> None:
+    def gemm(out: Span, piece: Span) -> None:
         if outputs:
-            b.compute("gemm", [rows_of(out, run)], [piece, Span("weight", 0, inputs)])
-        if wgrad == "blocks":
-            b.compute("wgrad", [], [piece, rows_of(factor, run)])
+            b.compute("gemm", [out], [piece, Span("weight", 0, inputs)])
 
-    use(Span("shard", 0, rows), "out", "other", own)
+    gemm(rows_of("out", own), Span("shard", 0, rows))
     if ahead < 2:
         post(1)
-    if filled and not (b.as_collective and in_place):
+    if other and not (b.as_collective and in_place):
         b.copy(rows_of("whole", own), Span("shard", 0, rows), on_side_stream=True)
     for j, run in enumerate(runs):
         if j + 1 >= max(2, ahead):
@@ -110,60 +90,47 @@ def gather_gemm(
         if in_place:
             for side in sides_of(spec):
                 section = slice(side[0] * rows + run.start, side[-1] * rows + run.stop)
-                use(rows_of("whole", section), "out", "other", section)
+                gemm(rows_of("out", section), rows_of("whole", section))
             continue
-        staged, result, factor = f"staged {j}", f"result {j}", f"factor {j}"
-        if filled:
+        staged, result = f"staged {j}", f"result {j}"
+        if other:
             _spread(b, "whole", staged, run, rows, on_side_stream=True)
-        if wgrad == "blocks":
-            b.scratch(factor, stacked * length, other, slot="factor")
-            for strip, part in _strips(b, "other", factor, run, rows):
-                b.copy(part, strip)
         if outputs:
             b.scratch(result, stacked * length, outputs, slot=f"result {j % 2}")
         pieces = [slice(0, b.peers * length)]
         if b.as_collective:
             pieces = [slice(side[0] * length, (side[-1] + 1) * length) for side in sides_of(spec)]
         for piece in pieces:
-            use(rows_of(staged, piece), result, factor, piece)
+            gemm(rows_of(result, piece), rows_of(staged, piece))
         if outputs:
             _spread(b, "out", result, run, rows, on_side_stream=j < chunks - 1)
-    if filled:
+    if other:
         b.compute("wgrad", [], [Span("whole", 0, n * rows), Span("other", 0, n * rows)])
     return b
 
 
 @gather_gemm.equals
-def _(c: Carrier, rows: int, inputs: int, outputs: int, wgrad: Wgrad | None, other: int) -> None:
-    own, pieces = block_of(c.spec.rank, rows), gather_pieces(c.spec, rows)
+def _(c: Carrier, rows: int, inputs: int, outputs: int, other: int) -> None:
     whole = c.all_gather(c.given("shard", rows, inputs))
     if outputs:
-        weight, gemms = c.given("weight", inputs, outputs), [(runs, None) for runs in pieces]
-        c.gemm(whole, weight, gemms, out="out", first=own)
-    if wgrad:
-        factors = whole, c.given("other", c.spec.size * rows, other)
-        by_blocks = wgrad == "blocks"
-        c.wgrad(*factors, pieces=pieces if by_blocks else None, first=own if by_blocks else None)
-
-
-def _strips(b: Builder, buffer: str, stack: str, run: slice, rows: int) -> list[tuple[Span, Span]]:
-    """Pairs of spans: rows ``run`` of the peers' blocks in ``buffer``, and those in ``stack``."""
-    length, pairs, at = run.stop - run.start, [], 0
-    for side in sides_of(b.spec):
-        first = side[0] * rows
-        strip = Span(buffer, first + run.start, first + run.stop, None, len(side), rows)
-        at = side[0] * length if b.as_collective else at
-        pairs.append((strip, Span(stack, at, at + len(side) * length)))
-        at += len(side) * length
-    return pairs
+        pieces = [(runs, None) for runs in gather_pieces(c.spec, rows)]
+        own = block_of(c.spec.rank, rows)
+        c.gemm(whole, c.given("weight", inputs, outputs), pieces, out="out", first=own)
+    if other:
+        c.wgrad(whole, c.given("other", c.spec.size * rows, other))
 
 
 def _spread(
     b: Builder, buffer: str, stack: str, run: slice, rows: int, *, on_side_stream: bool
 ) -> None:
-    """Copy the stacked chunks of all peers into their blocks of ``buffer``."""
-    for strip, part in _strips(b, buffer, stack, run, rows):
-        b.copy(strip, part, on_side_stream=on_side_stream)
+    """Copy the stacked chunks of all peers, rows ``run`` of each block, into ``buffer``."""
+    length, at = run.stop - run.start, 0
+    for side in sides_of(b.spec):
+        first = side[0] * rows
+        strip = Span(buffer, first + run.start, first + run.stop, None, len(side), rows)
+        at = side[0] * length if b.as_collective else at
+        b.copy(strip, Span(stack, at, at + len(side) * length), on_side_stream=on_side_stream)
+        at += len(side) * length
 
 
 @Rule
@@ -177,7 +144,7 @@ def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builde
     block, then the own block.  Two groups are in flight at a time.
     """
     b = Builder(spec)
-    groups = b.runs(outputs, "last")
+    groups = b.runs(outputs)
     outs, last = _columns_of("out", rows, groups), len(groups) - 1
     products = _by_columns(b, groups, rows, IN_FLIGHT, own_last=True)
 
@@ -257,7 +224,7 @@ def column_backward(
         b.scratch("whole", n * rows, inputs)
         b.all_gather(Span("x", 0, rows), Span("whole", 0, n * rows), "block {source}")
         b.end_ahead()
-    groups = b.runs(inputs, "last") if scatters else []
+    groups = b.runs(inputs) if scatters else []
     products, everything = _by_columns(b, groups, rows, len(groups)), slice(0, n * rows)
     for product, columns in zip(products, groups, strict=True):
         weight = Span("weight", 0, outputs, (columns.start, columns.stop))
@@ -288,61 +255,9 @@ def _(
     # (read in Megatron-Core's LinearWithGradAccumulationAndAsyncCommunication).
     whole = c.all_gather(c.given("x", rows, inputs)) if wgrad else None
     if scatters:
-        runs = c.spec.schedule.runs(inputs, "last")
+        runs = c.spec.schedule.runs(inputs)
         pieces = [((everything,), columns) for columns in runs]
         dgrad = c.gemm(grad, c.given("weight", outputs, inputs), pieces)
         c.reduce_scatter(dgrad, out="grad_x")
     if wgrad:
         c.wgrad(grad, whole)
-
-
-@Rule
-def gemm_all_reduce(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builder:
-    """Multiply ``a`` by ``weight`` and sum the product over the ranks.
-
-    Args:
-        rows: of ``a``, a multiple of the group size.
-
-    Work: ``gemm(out, a, b)``.
-
-    The rows are cut into parts.  Rank r sums block r of each part and sends the sum to all others
-    while the next part is computed.  Of the last part, the own block is computed last.
-    """
-    b = Builder(spec)
-    parts, weight, products = parts_of(spec, rows), Span("weight", 0, inputs), list[Product]()
-
-    def gemm(p: int, piece: slice) -> None:
-        part = slice(parts[p].start + piece.start, parts[p].start + piece.stop)
-        b.compute("gemm", [products[p].made(piece)], [rows_of("a", part), weight])
-
-    def finish(p: int) -> None:
-        """Sum the own block of a part, and send the sum to all ranks."""
-        block, start = (parts[p].stop - parts[p].start) // spec.size, parts[p].start
-        own_block = Span("out", start + spec.rank * block, start + (spec.rank + 1) * block)
-        if b.as_collective:  # the collective also copies the own block into ``out``
-            b.scratch(f"sum {p}", block, outputs, slot=f"sum {p % 2}")
-            own_block = Span(f"sum {p}", 0, block)
-        products[p].add(own_block)
-        b.all_gather(own_block, rows_of("out", parts[p]), "sum {source}", p, len(parts))
-
-    for p, part in enumerate(parts):
-        length, last = part.stop - part.start, p == len(parts) - 1
-        block = length // spec.size
-        products.append(Product(b, p, len(parts), block, outputs, p % 2, own_last=last))
-        if last:
-            products[p].send_as_made(partial(gemm, p))
-        else:
-            gemm(p, slice(0, length))
-            products[p].send()
-        if p:
-            finish(p - 1)
-    finish(len(parts) - 1)
-    return b
-
-
-@gemm_all_reduce.equals
-def _(c: Carrier, rows: int, inputs: int, outputs: int) -> None:
-    a, weight = c.given("a", rows, inputs), c.given("weight", inputs, outputs)
-    pieces = sum_pieces(c.spec, rows)
-    product = c.gemm(a, weight, pieces, last=pieces[-1][0][0])
-    c.all_reduce(product, parts_of(c.spec, rows), out="out")

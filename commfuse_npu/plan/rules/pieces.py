@@ -6,11 +6,9 @@ Legend: ``s`` rows of a rank's block; a whole matrix has the blocks of all ranks
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 
 from commfuse_npu.plan.instructions import Span
-from commfuse_npu.plan.schedule import Own, RankSpec, split
+from commfuse_npu.plan.schedule import Own, RankSpec
 
 __all__ = [
     "Piece",
@@ -18,12 +16,10 @@ __all__ = [
     "gather_pieces",
     "inside",
     "made_pieces",
-    "parts_of",
     "peers_of",
     "rows_of",
     "scatter_pieces",
     "sides_of",
-    "sum_pieces",
     "used_pieces",
 ]
 
@@ -34,7 +30,7 @@ Piece = tuple[Sequence[slice], slice | None]
 
 def gather_pieces(spec: RankSpec, rows: int) -> list[tuple[slice, ...]]:
     """The rows of the whole matrix in each GEMM of :func:`gather_gemm`, in order."""
-    runs = spec.schedule.runs(rows, "first")
+    runs = spec.schedule.runs(rows)
     by_peer = spec.as_collective or len(runs) == 1 or spec.size == 1
     blocks = sides_of(spec) if by_peer else [peers_of(spec)]
     pieces = [
@@ -47,29 +43,13 @@ def gather_pieces(spec: RankSpec, rows: int) -> list[tuple[slice, ...]]:
 
 def scatter_pieces(spec: RankSpec, rows: int, columns: int) -> list[Piece]:
     """The rows and columns of the whole result in each GEMM of :func:`gemm_scatter`, in order."""
-    *groups, last = spec.schedule.runs(columns, "last")
+    *groups, last = spec.schedule.runs(columns)
     everything = slice(0, spec.size * rows)
     pieces: list[Piece] = [((everything,), group) for group in groups]
     pieces += [
         ((slice(side[0] * rows, (side[-1] + 1) * rows),), last) for side in reversed(sides_of(spec))
     ]
     return [*pieces, ((block_of(spec.rank, rows),), last)]
-
-
-def sum_pieces(spec: RankSpec, rows: int) -> list[Piece]:
-    """The rows of the whole result in each GEMM of :func:`gemm_all_reduce`, in order."""
-    *parts, last = parts_of(spec, rows)
-    whole = spec._replace(schedule=replace(spec.schedule, chunks=1))
-    cut = scatter_pieces(whole, (last.stop - last.start) // spec.size, 1)
-    runs = [slice(last.start + run.start, last.start + run.stop) for (run,), _ in cut]
-    return [((run,), None) for run in [*parts, *runs]]
-
-
-def parts_of(spec: RankSpec, rows: int) -> list[slice]:
-    """The parts that :func:`gemm_all_reduce` sums one by one: multiples of the group size."""
-    blocks = rows // spec.size
-    bounds = split(blocks, min(spec.schedule.chunks, max(1, blocks)))
-    return [slice(spec.size * a, spec.size * b) for a, b in pairwise(bounds)]
 
 
 def used_pieces(spec: RankSpec, rows: int, own: Own = "first") -> list[slice]:
@@ -79,7 +59,7 @@ def used_pieces(spec: RankSpec, rows: int, own: Own = "first") -> list[slice]:
         own: the order of the peers; ``last`` if the senders compute their blocks piece by piece.
     """
     hops = spec.schedule.hops(spec.rank, spec.size, own)
-    runs = spec.schedule.runs(rows, own)
+    runs = spec.schedule.runs(rows)
     pieces = [inside(hop.source, rows, run) for run in runs for hop in hops]
     return [block_of(spec.rank, rows), *pieces]
 
@@ -87,7 +67,7 @@ def used_pieces(spec: RankSpec, rows: int, own: Own = "first") -> list[slice]:
 def made_pieces(spec: RankSpec, rows: int) -> list[slice]:
     """The rows of each call of the work ``make``, in the order of sends: the own block last."""
     hops = spec.schedule.hops(spec.rank, spec.size, "last")
-    runs = spec.schedule.runs(rows, "last")
+    runs = spec.schedule.runs(rows)
     pieces = [inside(hop.target, rows, run) for run in runs for hop in hops]
     return [*pieces, block_of(spec.rank, rows)]
 

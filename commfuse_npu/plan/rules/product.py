@@ -90,7 +90,7 @@ class Product:
         sent = self.made(block_of(hop.target, rows))
         b.post(hop, sent, into, _PIECE, self._number, self._of)
 
-    def add(self, out: Span, *, on_side_stream: bool = False) -> None:
+    def add(self, out: Span, *, on_side_stream: bool) -> None:
         """``out`` = the peers' partials in the schedule's order + the own block."""
         b, rows = self._b, self._rows
         terms = [(Span(self._partials, 0, b.peers * rows), b.peers)] if b.peers else []

@@ -53,12 +53,10 @@ class Carrier(Protocol):
         """``[n * s, columns]`` to ``[s, columns]``.
 
         Args:
-            out: has ``s`` rows, or ``n * s``, of which the own block is written.
-            finish: whether the work ``finish(out, sum of the others, own)`` completes the sum.
+            out: has ``s`` rows; with ``finish`` it is ``whole``, whose own block is written.
+            finish: whether the work ``finish(out, sum of the others, own)`` completes the sum; only
+                for buckets, whose lines are proved but not executed on collectives.
         """
-
-    def all_reduce(self, whole: Any, parts: Sequence[slice], *, out: str) -> None:
-        """Sum over the ranks; each part is reduce-scattered, then gathered."""
 
     def gemm(
         self,
@@ -78,13 +76,8 @@ class Carrier(Protocol):
     def use(self, matrix: Any, pieces: Sequence[slice], *, first: slice | None = None) -> None:
         """Call the work ``use(piece, run)`` on all rows."""
 
-    def wgrad(
-        self,
-        *factors: Any,
-        pieces: Sequence[Sequence[slice]] | None = None,
-        first: slice | None = None,
-    ) -> None:
-        """Call the work ``wgrad(*factors)``: once, or for each of ``pieces`` with its rows."""
+    def wgrad(self, *factors: Any) -> None:
+        """Call the work ``wgrad(*factors)``."""
 
 
 RULES: dict[str, Rule] = {}

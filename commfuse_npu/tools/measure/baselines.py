@@ -135,7 +135,7 @@ class Blocking(CollectiveRun):
         whole = shard.new_empty(self.spec.size * shard.shape[0], shard.shape[1])
         return self._posted(self._transport.all_gather, whole, shard)
 
-    def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
+    def reduce_scatter(self, whole: torch.Tensor, *, out: str) -> None:
         self._posted(self._transport.reduce_scatter, self._tensors[out], whole)
 
     def _posted(
@@ -159,7 +159,7 @@ class Computation(Blocking):
         whole: torch.Tensor = known[key]
         return whole
 
-    def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
+    def reduce_scatter(self, whole: torch.Tensor, *, out: str) -> None:
         self._tensors[out].copy_(self.own_block(whole))
 
 
@@ -178,11 +178,11 @@ class MegatronOrder(Blocking):
     def overlaps(self) -> bool:
         return self.program.rule is column_backward
 
-    def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
+    def reduce_scatter(self, whole: torch.Tensor, *, out: str) -> None:
         # Megatron waits for its gather before it starts to scatter.
         for gathered, _ in list(self._under_way.values()):
             self._read(gathered)
-        super().reduce_scatter(whole, out=out, finish=finish)
+        super().reduce_scatter(whole, out=out)
 
 
 class Sliced(Blocking):
@@ -238,7 +238,7 @@ class Sliced(Blocking):
             self._blocks(self._tensors[out])[:, run].copy_(self._blocks(product))
         return self._tensors[out]
 
-    def reduce_scatter(self, whole: torch.Tensor, *, out: str, finish: bool = False) -> None:
+    def reduce_scatter(self, whole: torch.Tensor, *, out: str) -> None:
         (a, b), into = self._factors, self._tensors[out]
         for run in self._runs(into.shape[0]):
             rows = self._blocks(a)[:, run].flatten(0, 1)

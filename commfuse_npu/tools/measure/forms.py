@@ -6,8 +6,8 @@
 ``slices-K``      :class:`.Sliced`: CoC, implemented from its description
 ``megatron``      :class:`.MegatronOrder`
 ``ours-cK``       this project's ops, K chunks per block, as many lanes as peers
-``auto[-wgrad]``  the same with the schedule, or the plain path, that :mod:`commfuse_npu.tuning`
-                  measures as the fastest over these links; ``-wgrad``: weight gradients per block
+``auto``          the same with the schedule, or the plain path, that :mod:`commfuse_npu.tuning`
+                  measures as the fastest over these links
 ``fb-overlap``    a forward overlapped with the backward of the previous micro-batch, with the
                   transfers of ``megatron``
 ``compute``       :class:`.Computation`, measured in every round
@@ -39,7 +39,6 @@ from commfuse_npu.ops import (
 from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.plan import Schedule, split
-from commfuse_npu.plan.rules import Wgrad
 from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tools.measure.baselines import (
     Baseline,
@@ -126,10 +125,9 @@ def form_of(name: str, transport: Transport, baseline: _Baselines) -> Form:
         case ["ours", chunks]:
             schedule = Schedule("shifted", transport.lanes, int(chunks.removeprefix("c")))
             return Form(transport, LinearOptions(schedule))
-        case ["auto", *by_blocks]:
+        case ["auto"]:
             schedule = Schedule("shifted", transport.lanes)
-            wgrad: Wgrad = "blocks" if by_blocks else "whole"
-            return Form(transport, LinearOptions(schedule, wgrad=wgrad, tuning=Tuning()))
+            return Form(transport, LinearOptions(schedule, tuning=Tuning()))
         case ["slices", slices]:
             return Form(baseline(partial(Sliced, slices=int(slices))))
         case ["fb", "overlap"]:

@@ -148,7 +148,7 @@ WORKS: Mapping[str, WorkKind] = {
 }
 
 COMPUTE, REFERENCE = "compute", "p2p"
-TUNED = "auto", "auto-wgrad", "fb-overlap"
+TUNED = "auto", "fb-overlap"
 NAMES = (
     *(REFERENCE, "slices-2", "slices-4", "slices-8", "megatron", "ours-c1", "ours-c4", "ours-c8"),
     *TUNED,

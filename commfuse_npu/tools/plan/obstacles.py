@@ -73,6 +73,11 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
             "--tensor-model-parallel-size 1: a group of one transfers nothing; choose at least 2, "
             "or add --commfuse-dp, which needs none"
         )
+    elif not (config.uses_sequence_parallel or fuse.commfuse_ulysses or fuse.commfuse_dp):
+        problems.append(
+            "without --sequence-parallel no layer would be fused: each keeps Megatron's own "
+            "transfers; add it, or add --commfuse-dp, which does not need it"
+        )
     for option, lacks, idle in _own_options(launch):
         against = [f"{option} with {text}" for text in _refused(option, options)]
         against += [lacks] if lacks else []

@@ -23,7 +23,7 @@ def column(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     if not _fused(rank, name):
         _gather_gemm(rank, name, rows, inputs, outputs)
         return
-    program = gather_gemm(rank.spec(name), rows, inputs, outputs, None, 0)
+    program = gather_gemm(rank.spec(name), rows, inputs, outputs, 0)
     rest(rank.run(name, program, {"shard": inputs, "weight": outputs, "out": outputs}))
 
 
@@ -48,7 +48,7 @@ def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int
         program = column_backward(spec, rows, inputs, outputs, True, True)
         columns = {"x": inputs, "grad": outputs, "weight": inputs, "grad_x": inputs}
         # The columns of a weight are not contiguous in memory.
-        strided = len(spec.schedule.runs(inputs, "last")) > 1
+        strided = len(spec.schedule.runs(inputs)) > 1
         yield from rank.run(name, program, columns, strided=strided)
         return
     yield
@@ -78,7 +78,7 @@ def row_gradients(
         waits = _gather_gemm(rank, name, rows, outputs, inputs)
         rank.gemm(f"{name} wgrad", outputs, rows * rank.size, inputs, waits)
         return
-    program = gather_gemm(rank.spec(name), rows, outputs, inputs, "whole", inputs)
+    program = gather_gemm(rank.spec(name), rows, outputs, inputs, inputs)
     columns = {"shard": outputs, "weight": inputs, "out": inputs, "other": inputs}
     for _ in rank.run(name, program, columns):
         if before is not None:

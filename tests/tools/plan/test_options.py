@@ -90,7 +90,7 @@ MLA = f"{SP} {LATENT} --v-head-dim 8"
 VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
     (layers, {
         SP: f"{DENSE} | ",
-        f"{ONE} --tensor-model-parallel-size 4 --commfuse-chunks 1": "proj fc2 | qkv fc1 output",
+        f"{ONE} --tensor-model-parallel-size 4 --commfuse-chunks 1": f" | {DENSE}",
         f"{ONE} --sequence-parallel": f" | {DENSE}",
         # Experts in each layer, no dense one.
         MOES: "qkv proj output | experts",
@@ -235,6 +235,8 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
                 "least 2, or",),
         f"{ALONE} {DP} 2 --commfuse-attention":
             ("--commfuse-attention needs --tensor-model-parallel-size of at least 2: it is fused",),
+        f"{SIZES} --commfuse-layers proj":
+            ("without --sequence-parallel no layer would be fused: each keeps Megatron's own ",),
         f"{FUSED} --output-layer-slice-num=2": ("--output-layer-slice-num 2: it runs the output",),
         f"{FUSED} --commfuse-attention":
             ("--commfuse-attention with --attention-dropout 0.1, Megatron's default: the fused "
@@ -255,14 +257,15 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
         f"{ATTENTION} --recompute-activations": ("--commfuse-attention has no effect: selective "
                                                  "recomputation runs core attention separately",),
         f"{ATTENTION} --recompute-granularity selective": ("has no effect: selective recomputati",),
-        f"{SIZES} --commfuse-attention --attention-dropout 0.0": ("no effect: without sequence",),
+        f"{SIZES} {DP} 1 --commfuse-attention --attention-dropout 0.0":
+            ("--commfuse-attention has no effect: without sequence parallelism its all-reduce",),
         f"{ALONE} {DP} 1": ("--commfuse-dp has no effect: DP 1 transfers nothing",),
         f"{FUSED} --spec mine.spec layer_spec":
             ("--spec mine.spec layer_spec is not read: it is judged as Megatron's GPTModel",),
         f"{FUSED} --spec mindspeed_llm.x.mamba_spec layer_spec": ("it is judged as Megatron's",),
     }),
     (layer, {
-        f"{SIZES} --commfuse-chunks 1": ("proj: fused",),
+        f"{SIZES} --commfuse-layers proj": ("proj: Megatron's own forward, because without seq",),
         f"{FOUR} --seq-length 1024":
             ("qkv: Megatron's own forward, because a block has fewer than 2500 rows",),
         MOE: ("experts: Megatron's own forward, because expert layers are left to the token",),

@@ -52,7 +52,7 @@ def variants(lanes: int) -> list[Variant]:
     """Every kind of variant, and every kind of schedule."""
     base = Schedule("shifted", lanes)
     schedules = [replace(base, chunks=chunks) for chunks in (1, 2, 4)]
-    schedules += [replace(base, chunks=6, taper=1.5), replace(base, lanes=min(2, lanes))]
+    schedules += [replace(base, chunks=6), replace(base, lanes=min(2, lanes))]
     schedules += [Schedule("collective", 1, chunks) for chunks in (1, 2)]
     return [
         REFERENCE,

@@ -1,0 +1,41 @@
+"""Names and options that this version does not have, each with what to use in its place."""
+
+from __future__ import annotations
+
+__all__ = ["REMOVED", "missing_name", "removed"]
+
+_SHARDS = (
+    "PyTorch's FSDP2 shards a model over its data-parallel ranks, with torch.distributed.fsdp."
+    "fully_shard(module), torch.optim and torch.nn.utils.clip_grad_norm_"
+)
+
+REMOVED = {
+    **dict.fromkeys(
+        (
+            *("ShardedLinear", "shard_linears", "sharded_linear"),
+            *("average_gradients", "clip_gradient_norm"),
+        ),
+        _SHARDS,
+    ),
+    "--commfuse-wgrad": "a weight gradient is one GEMM over all rows, as in Megatron; leave it out",
+    "--commfuse-taper": "all chunks of a block have one length; leave it out, or choose their "
+    "number with --commfuse-chunks",
+    "taper_down": "all chunks have one length; Schedule.runs cuts a block into them",
+}
+"""By name: a name in Python, or an option of a launch with its dashes."""
+
+
+def removed(name: str) -> str:
+    """``NAME was removed: what to use in its place``; empty if it was not."""
+    return f"{name} was removed: {REMOVED[name]}" if name in REMOVED else ""
+
+
+def missing_name(module: str, name: str) -> Exception:
+    """The error for a name that a module does not have.
+
+    For a removed one it is an ImportError, which ``from module import name`` passes on; it would
+    replace an AttributeError by an error without the way out.
+    """
+    if why := removed(name):
+        return ImportError(f"{module}: {why}")
+    return AttributeError(f"module {module!r} has no attribute {name!r}")
