@@ -21,7 +21,7 @@ import torch.distributed as dist
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.plan import RankSpec, Schedule
 from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.rules.rule import MOST_COMPILED, Rule
+from commfuse_npu.plan.rules import Rule
 from commfuse_npu.runtime.agreement import Agreement, TransportError
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.collectives import device_backend
@@ -74,7 +74,7 @@ class Transport(Agreement):
         self.lanes = len(lanes)
         self.lane_groups = tuple(lanes)
         self.kernels = kernels_for(torch.device(self.device_type))
-        self._programs: dict[tuple[Rule, Schedule, tuple[Any, ...]], Program] = {}
+        self._specs: dict[Schedule, RankSpec] = {}
         self._in_flight: set[Running] = set()
         # The programs that ``_thread`` is executing.
         self._active: set[Running] = set()
@@ -273,20 +273,15 @@ class Transport(Agreement):
 
     def spec(self, schedule: Schedule) -> RankSpec:
         """What this rank's programs are compiled for; default lanes are limited to these lanes."""
-        if schedule.lanes is None:
-            lanes = min(schedule.lanes_for(self.size), self.lanes)
-            schedule = replace(schedule, lanes=lanes)
-        return RankSpec(schedule, self.rank, self.size, self.batched)
+        if schedule not in self._specs:
+            lanes = schedule.lanes or min(schedule.lanes_for(self.size), self.lanes)
+            limited = replace(schedule, lanes=lanes)
+            self._specs[schedule] = RankSpec(limited, self.rank, self.size, self.batched)
+        return self._specs[schedule]
 
     def program(self, rule: Rule, schedule: Schedule, *arguments: Any) -> Program:
-        """This rank's program for :meth:`begin`, compiled once per schedule and arguments."""
-        key = rule, schedule, arguments
-        program = self._programs.get(key)
-        if program is None:
-            if len(self._programs) >= MOST_COMPILED:
-                self._programs.clear()
-            program = self._programs[key] = rule(self.spec(schedule), *arguments)
-        return program
+        """This rank's program for :meth:`begin`; the rule caches those used last."""
+        return rule(self.spec(schedule), *arguments)
 
     @cached_property
     def by_collectives(self) -> CollectiveTransport:
