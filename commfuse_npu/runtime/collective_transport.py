@@ -116,6 +116,11 @@ class CollectiveTransport:
         """See :meth:`Transport.collectives`; does nothing without a transport."""
         return nullcontext() if self._lanes is None else self._lanes.collectives(name)
 
+    def interrupted(self, name: str, error: BaseException) -> None:
+        """Break the transport, if there is one: other ranks may wait for the next collective."""
+        if self._lanes is not None and self.size > 1:
+            self._lanes.interrupted(name, error)
+
 
 class CollectiveRun:
     """An operation on collectives; takes the place of a :class:`.executor.Running`.
@@ -153,12 +158,16 @@ class CollectiveRun:
         """See :meth:`Running.run`; nothing runs ahead."""
         self._tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self._works = {name: work for name, work in (works or {}).items() if work is not None}
-        with _RecordFunctionFast(f"CommFuse: {self.name}"):
-            self.program.rule.lines(self, *self.program.arguments)
-            for result, _ in list(self._under_way.values()):
-                self._read(result)
-            for into, total in self._sums:
-                into.copy_(total)
+        try:
+            with _RecordFunctionFast(f"CommFuse: {self.name}"):
+                self.program.rule.lines(self, *self.program.arguments)
+                for result, _ in list(self._under_way.values()):
+                    self._read(result)
+                for into, total in self._sums:
+                    into.copy_(total)
+        except BaseException as error:
+            self._transport.interrupted(self.name, error)
+            raise
 
     def _begun(self, begun: Begun) -> torch.Tensor:
         self._under_way[id(begun[0])] = begun

@@ -166,12 +166,18 @@ class Transport(Agreement):
         self.lane_streams = LaneStreams.of(self.lane_groups, number.device)
 
     def close(self) -> None:
-        """Destroy the lanes.  Every process of the group calls it, with no program in flight."""
-        for group in (*self.lane_groups, self._control):
-            dist.destroy_process_group(group)
+        """Destroy the lanes, at the first call.
+
+        Every process of the group calls it, with no program in flight or after a failure.
+        """
+        if not self.lane_groups:
+            return
+        if self._world is dist.group.WORLD:  # else they were destroyed with the old world
+            for group in (*self.lane_groups, self._control):
+                dist.destroy_process_group(group)
         # Drop the last references: gloo may abort a process that exits while its groups exist.
-        del group, self._control
         self.lane_groups = ()
+        del self._control
         self._closed()
 
     def begin(
