@@ -70,7 +70,7 @@ class ForwardBackwardOverlap:
         named = list(groups)
         if not named:
             raise ValueError("no group given: pass the process groups whose collectives to hide")
-        self.device, _ = device_backend(dist.get_backend(named[0]))
+        self.device, _ = device_backend(named[0])
         self._named = named
         self._log = order_log
         # The groups, with their numbers in the order log.

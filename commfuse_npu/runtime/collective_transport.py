@@ -65,8 +65,9 @@ class CollectiveTransport:
         lanes: Transport | None = None,
     ) -> None:
         self.group = group
-        self.rank, self.size = group.rank(), group.size()
-        self.device_type = device_backend(dist.get_backend(group))[0]
+        self.rank = group.rank()
+        self.size = group.size()
+        self.device_type, _ = device_backend(group)
         self.same_pieces = same_pieces
         self.remembered: dict[Hashable, Any] = {}
         self._lanes = lanes

@@ -70,7 +70,7 @@ class Transport(Agreement):
         self.operations = 0
         self.remembered: dict[Hashable, Any] = {}
         self.lane_streams: LaneStreams | None = None
-        self.device_type, _ = device_backend(dist.get_backend(lanes[0]))
+        self.device_type, _ = device_backend(lanes[0])
         self.lanes = len(lanes)
         self.lane_groups = tuple(lanes)
         self.kernels = kernels_for(torch.device(self.device_type))
@@ -113,6 +113,7 @@ class Transport(Agreement):
 
         Raises:
             PlanError: lanes is not a positive whole number.
+            TypeError: a process has no group; raised on all of them.
             MismatchError: the processes ask for different numbers of lanes.
             TransportError: a process failed to create a lane, or did not call this.  Raised on
                 every process, with the errors of all, after at most three times ``timeout``: one
@@ -121,15 +122,15 @@ class Transport(Agreement):
         if lanes is not None:
             Schedule(lanes=lanes)  # raises if it is not a valid number
         world = dist.group.WORLD
-        group = group if group is not None else world
-        if group is None or world is None:
+        if world is None:
             raise RuntimeError(
                 "torch.distributed is not initialised; call init_process_group before "
                 "Transport.create"
             )
-        if batched is None:
-            batched = device_backend(dist.get_backend(group))[1] != "gloo"
+        group = group if group is not None else world
         groups = agreed_groups(group, world, lanes, timeout)
+        if batched is None:
+            batched = device_backend(group)[1] != "gloo"
         with all_or_none(world, timeout):
             channels, control = make_lanes(group, groups, lanes, timeout, lane_options)
             transport = cls(group, channels, control, timeout=timeout, batched=batched)

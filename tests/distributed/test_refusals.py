@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from commfuse_npu import MismatchError, Schedule, Transport, ops
 from commfuse_npu.ops import (
@@ -193,3 +194,13 @@ def test_lanes_that_differ_or_do_not_exist(rank: int) -> None:
     bucket = torch.ones(12)
     Buckets(transport).reduce_scatter(bucket).wait()
     assert (bucket.view(3, 4)[rank] == 3).all()
+
+
+@on_ranks(3)
+def test_a_process_without_a_group_is_named_on_all_of_them(rank: int) -> None:
+    words = r"Transport.create: rank 2 has no process group.*made by calling new_group\(\[rank\]\)"
+    pair = dist.new_group([0, 1])
+    with pytest.raises(TypeError, match=words):
+        new_link(pair)
+    own = dist.new_group([2])
+    assert new_link(pair if rank < 2 else own).size == (2 if rank < 2 else 1)
