@@ -28,10 +28,12 @@ from commfuse_npu.ops.attention_runs import (
 from commfuse_npu.ops.call import AnyTransport, Call, Tensors, check_and_cast
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan.rules import gather_use, produce_scatter
+from commfuse_npu.runtime.eager_only import eager_only
 
 __all__ = ["attention_linear_reduce_scatter"]
 
 
+@eager_only
 def attention_linear_reduce_scatter(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -61,6 +61,7 @@ from commfuse_npu.ops.call import check_transport, sum_ending
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan.program import aligned
 from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
+from commfuse_npu.runtime.eager_only import eager_only
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 
@@ -104,6 +105,7 @@ class Buckets:
         self._schedule = replace(options.schedule, taper=1.0)
         self._queue = _BucketQueue.of(transport)
 
+    @eager_only
     def reduce_scatter(
         self, bucket: torch.Tensor, *, average: bool = False, scale: float = 1.0
     ) -> BucketExchange:
@@ -158,6 +160,7 @@ class Buckets:
             works = {"finish": sum_ending(transport.size if average else 1)}
             return BucketExchange(bucket, self._queue, running, works)
 
+    @eager_only
     def all_gather(self, bucket: torch.Tensor) -> BucketExchange:
         """Start the all-gather of a bucket: the other ranks' shards arrive in place.
 
@@ -253,6 +256,7 @@ class BucketExchange:
             queue.under_way.append(self)
             queue.post()
 
+    @eager_only
     def wait(self) -> None:
         """Finish all buckets started earlier on the transport, and then this one.
 

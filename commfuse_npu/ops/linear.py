@@ -61,6 +61,7 @@ from commfuse_npu.ops.call import (
 from commfuse_npu.ops.linear_trials import choose_schedules
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_all_reduce, gemm_scatter
+from commfuse_npu.runtime.eager_only import eager_only
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 
@@ -74,6 +75,7 @@ __all__ = [
 # ------------------------------------------------------------------- all-gather
 
 
+@eager_only
 def all_gather_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -212,6 +214,7 @@ class _Pairs:
 # --------------------------------------------------------------- reduce-scatter
 
 
+@eager_only
 def linear_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -296,6 +299,7 @@ class _LinearReduceScatter(Call):
 # ------------------------------------------------------------------- all-reduce
 
 
+@eager_only
 def linear_all_reduce(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -48,6 +48,7 @@ from commfuse_npu.ops.attention_runs import (
 from commfuse_npu.ops.call import AnyTransport, check_and_cast, check_sequence
 from commfuse_npu.ops.head_groups import HeadsToRows, RowsToHeads
 from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.runtime.eager_only import eager_only
 
 __all__ = [
     "all_to_all_linear",
@@ -59,6 +60,7 @@ __all__ = [
 # ------------------------------------------------------------- rows to heads
 
 
+@eager_only
 def linear_all_to_all(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -112,6 +114,7 @@ def linear_all_to_all(
 # ------------------------------------------------------------- heads to rows
 
 
+@eager_only
 def all_to_all_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -160,6 +163,7 @@ def all_to_all_linear(
     return y.view(x.shape[0] // size, *x.shape[1:-1], weight.shape[0])
 
 
+@eager_only
 def attention_all_to_all(
     q: torch.Tensor,
     k: torch.Tensor,

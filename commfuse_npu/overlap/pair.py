@@ -19,6 +19,7 @@ from commfuse_npu.overlap.transfers import take_turns_at_transfers
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Recording, Turns
 from commfuse_npu.plan.turn_order import HandOverPoint, Order, best_order
 from commfuse_npu.runtime.collectives import device_backend
+from commfuse_npu.runtime.eager_only import eager_only
 from commfuse_npu.runtime.order_log import OrderLog
 
 __all__ = ["ForwardBackwardOverlap"]
@@ -90,6 +91,7 @@ class ForwardBackwardOverlap:
         self.orders: dict[Hashable, Order] = {}
         self.recorded: dict[Hashable, tuple[list[HandOverPoint], list[HandOverPoint]]] = {}
 
+    @eager_only
     def run(
         self, forward: Callable[[], F], backward: Callable[[], B], kind: Hashable = None
     ) -> tuple[F, B]:
@@ -129,6 +131,7 @@ class ForwardBackwardOverlap:
         self.hand_overs = [a + b for a, b in zip(self.hand_overs, turns.hand_overs, strict=True)]
         return result_f, result_b
 
+    @eager_only
     def record(
         self,
         forward: Callable[[], F],
