@@ -23,8 +23,8 @@ import torch
 
 from commfuse_npu.kernels import Piece, kernels_for
 from commfuse_npu.kernels.cpu import check_attention
-from commfuse_npu.ops.call import AnyTransport, check_sequence, check_transport
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.call import AnyTransport, check_call, check_sequence, check_tensors
+from commfuse_npu.ops.options import LinearOptions, check_type
 
 __all__ = [
     "AttentionRuns",
@@ -251,6 +251,7 @@ def options_for_attention(options: LinearOptions, costs_rise: bool) -> LinearOpt
 def checked_attention(
     name: str,
     transport: AnyTransport,
+    options: LinearOptions,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -263,11 +264,12 @@ def checked_attention(
         The documents; ``None`` if each sample is a single one.
 
     Raises:
-        TypeError: ``transport`` is no transport, or the dtype is not floating-point.
+        TypeError: an argument has another type, or the dtype is not floating-point.
         ValueError: shapes, dtypes or documents do not fit each other, or the sequence is not
             divisible.
     """
-    check_transport(name, transport)
+    check_call(name, transport, options)
+    check_tensors(name, q=q, k=k, v=v)
     check_attention(q, k, v)
     if not q.is_floating_point():
         raise TypeError(f"{name}: q is {q.dtype}; attention needs a floating-point dtype")
@@ -280,6 +282,7 @@ def checked_attention(
     check_sequence(name, length, transport.size)
     if documents is None:
         return None
+    check_type(name, "documents", documents, Documents, "Documents(ends, length, batch)")
     if not causal:
         raise ValueError(f"{name}: documents are causal; pass causal=True, or no documents")
     if (documents.length, documents.batch) != (length, batch):

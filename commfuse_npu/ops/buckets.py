@@ -54,10 +54,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 
-from commfuse_npu.ops.call import check_transport, sum_ending
+from commfuse_npu.ops.call import check_call, check_tensors, sum_ending
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan.program import aligned
 from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
@@ -95,15 +96,19 @@ class Buckets:
             Partials are sent in the bucket's dtype either way.  The others do not apply.
 
     Raises:
-        TypeError: ``transport`` is not a transport.
+        TypeError: ``transport`` or ``options`` has another type.
     """
 
     def __init__(self, transport: Transport, options: LinearOptions = LinearOptions()) -> None:
-        check_transport("Buckets", transport)
-        self._transport, self._reduce_dtype = transport, options.reduce_dtype
+        check_call("Buckets", transport, options)
+        self._transport = transport
+        self._reduce_dtype = options.reduce_dtype
         # Buckets overlap with layers, not with work on their own chunks, so taper gains nothing.
         self._schedule = replace(options.schedule, taper=1.0)
-        self._queue = _BucketQueue.of(transport)
+        if transport not in _queues:
+            _queues[transport] = _BucketQueue(transport)
+        # All users share it, because they share the lanes.
+        self._queue = _queues[transport]
 
     @eager_only
     def reduce_scatter(
@@ -136,13 +141,15 @@ class Buckets:
             A handle; :meth:`BucketExchange.wait` on it, or on one started later, writes the shard.
 
         Raises:
-            TypeError: an average, a scale or a ``reduce_dtype`` for a non-floating-point dtype.
+            TypeError: the bucket is not a tensor; or an average, a scale or a ``reduce_dtype`` for
+                a non-floating-point dtype.
             ValueError: the shape, the device or the schedule does not fit, or the bucket is in
                 flight already.
             MismatchError: another rank exchanges a different bucket.
             TransportError: a transfer failed.  Nothing was summed.
         """
         name, transport, running = "reduce_scatter_bucket", self._transport, None
+        check_tensors(name, bucket=bucket)
         reduce_dtype = self._reduce_dtype
         total = reduce_dtype or bucket.dtype
         if not bucket.dtype.is_floating_point and (average or scale != 1.0 or reduce_dtype):
@@ -182,6 +189,7 @@ class Buckets:
             ValueError, MismatchError, TransportError: as :meth:`reduce_scatter`.
         """
         name, running = "all_gather_bucket", None
+        check_tensors(name, bucket=bucket)
         with torch.no_grad():
             if elements := self._elements(name, bucket):
                 program = self._transport.program(bucket_gather, self._schedule, elements)
@@ -278,14 +286,6 @@ class _BucketQueue:
         transport.before_comparing = self.finish
         self.under_way: deque[BucketExchange] = deque()
 
-    @staticmethod
-    def of(transport: Transport) -> _BucketQueue:
-        """The queue of a transport; all users share one, because they share the lanes."""
-        queue: _BucketQueue | None = transport.remembered.get(__name__)
-        if queue is None:
-            queue = transport.remembered[__name__] = _BucketQueue(transport)
-        return queue
-
     def same_memory(self, bucket: torch.Tensor) -> bool:
         """Whether a bucket in flight overlaps with this one in memory."""
         return any(
@@ -321,3 +321,6 @@ class _BucketQueue:
                 exchange.running.run(exchange.works, ahead=True, bucket=exchange.bucket.view(-1, 1))
             if not exchange.running.all_posted:
                 break
+
+
+_queues: WeakKeyDictionary[Transport, _BucketQueue] = WeakKeyDictionary()

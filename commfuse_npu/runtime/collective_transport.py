@@ -69,7 +69,6 @@ class CollectiveTransport:
         self.size = group.size()
         self.device_type, _ = device_backend(group)
         self.same_pieces = same_pieces
-        self.remembered: dict[Hashable, Any] = {}
         self._lanes = lanes
         self._run: Callable[..., CollectiveRun] = CollectiveRun
 

@@ -49,7 +49,6 @@ class Transport(Agreement):
         blocked_seconds: host time spent in waits so far.  On HCCL a wait blocks the stream, not the
             host, so this stays close to 0; profile the device instead.
         operations: number of programs begun.
-        remembered: caches that other modules keep per transport; not used here.
         lane_streams: streams of the lanes, to erase tensors from; ``None`` if not supported.
     """
 
@@ -68,7 +67,6 @@ class Transport(Agreement):
         self.scratch = ScratchPool()
         self.blocked_seconds = 0.0
         self.operations = 0
-        self.remembered: dict[Hashable, Any] = {}
         self.lane_streams: LaneStreams | None = None
         self.device_type, _ = device_backend(lanes[0])
         self.lanes = len(lanes)

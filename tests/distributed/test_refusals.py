@@ -49,6 +49,12 @@ def of_linears(made: Transport) -> list[tuple[str, Call]]:
          lambda: gather_and_use(new_link(), x[0], sink, shape=(2, 1))),
         ("'half' is unknown; choose whole or blocks", lambda: LinearOptions(wgrad="half")),
         ("torch.int32; partial sums need a floating", lambda: LinearOptions(reduce_dtype=INT)),
+        ("reduce_dtype is a str; pass a dtype", lambda: LinearOptions(reduce_dtype="float32")),
+        (r"schedule is a int; pass Schedule\(", lambda: LinearOptions(2)),
+        ("tuning is a bool; pass Tuning", lambda: LinearOptions(tuning=True)),
+        ("all_gather_linear: weight is None; pass a tensor", lambda: fused(x, None)),
+        ("all_gather_linear: x is a list; pass a tensor", lambda: fused([[1.0]], weight)),
+        ("bias is a float; pass a tensor, or None", lambda: fused(x, weight, 1.0)),
         *(("it must be a whole number from 1", partial(new_link, lanes=n)) for n in (0, 1.5, True)),
         ("transport is a ProcessGr.*; pass what", lambda: fused(x, weight, transport=made.group)),
         (r"options is a dict; pass LinearOptions\(", lambda: fused(x, weight, options={})),
@@ -88,6 +94,13 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
         (r"bias of shape \(32,\) without a weight; pass", lambda: project(bias=proj[:, 0])),
         ("x has 32 features, the weight takes 64", lambda: scatter(q, k, v, proj)),
         ("documents of 1 samples of 12 are", lambda: attend(q, k, v, documents=other)),
+        (r"documents is a list; pass Documents\(", lambda: attend(q, k, v, documents=[12, 24])),
+        ("attention_all_to_all: v is None; pass a tensor", lambda: attend(q, k, None)),
+        (r"options is a dict; pass LinearOptions\(", lambda: attend(q, k, v, options={})),
+        *((r"transport is a str; pass what Transport\.create", call) for call in (
+            lambda: split(qkv, transport="a group"),
+            lambda: join(q.flatten(2), proj, transport="a group"),
+        )),
         ("documents are causal", lambda: attend(q, k, v, causal=False, documents=documents)),
     ]  # fmt: skip
 
@@ -99,6 +112,8 @@ def of_buckets(made: Transport) -> list[tuple[str, Call]]:
     five, pad = torch.ones(5), "5 elements are not divisible .* size 2; pad the bucket to 6"
     return [
         (r"shape \(2, 2\) .* pass the flat buffer", lambda: buckets.all_gather(torch.ones(2, 2))),
+        ("bucket is a list; pass a tensor", lambda: buckets.reduce_scatter([1.0])),
+        (r"options is a Schedule; pass LinearOptions\(", lambda: Buckets(made, nodes)),
         (r"strides \(2,\)", lambda: buckets.reduce_scatter(torch.ones(8)[::2])),
         (pad, lambda: buckets.reduce_scatter(five)),
         ("is on meta, this group transfers cpu", lambda: buckets.all_gather(four.to("meta"))),
