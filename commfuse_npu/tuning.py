@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -107,9 +108,11 @@ def tuned(
 
 def decisions(transport: Transport) -> dict[tuple[str, Schedule], Schedule | None]:
     """The answers for a transport so far.  Clear it on all ranks alike to tune again."""
-    answers: dict[tuple[str, Schedule], Schedule | None]
-    answers = transport.remembered.setdefault(__name__, {})
-    return answers
+    return _decisions.setdefault(transport, {})
+
+
+_decisions: WeakKeyDictionary[Transport, dict[tuple[str, Schedule], Schedule | None]]
+_decisions = WeakKeyDictionary()
 
 
 def _timed(transport: Transport, name: str, call: Callable[[], object]) -> float:

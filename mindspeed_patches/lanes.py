@@ -150,7 +150,7 @@ class LaneUser:
 
     def _lane_options(self, group: dist.ProcessGroup) -> Any:
         """``pg_options`` of lanes over ``group``; ``None`` without HCCL."""
-        if "hccl" not in dist.get_backend(group):
+        if device_backend(group)[1] != "hccl":
             return None
         if self.buffer_megabytes is not None:
             return buffers_of(self.buffer_megabytes)
@@ -168,7 +168,7 @@ class LaneUser:
 
 def _take_side_stream(group: dist.ProcessGroup) -> None:
     """Take the side stream before the lanes take theirs: torch_npu's pool of 32 is used in turn."""
-    device, _ = device_backend(dist.get_backend(group))
+    device, _ = device_backend(group)
     if device != "cpu":
         module = torch.get_device_module(device)
         side_stream(torch.device(device, module.current_device()))

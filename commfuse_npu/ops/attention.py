@@ -28,10 +28,12 @@ from commfuse_npu.ops.attention_runs import (
 from commfuse_npu.ops.call import AnyTransport, Call, Tensors, check_and_cast
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan.rules import gather_use, produce_scatter
+from commfuse_npu.runtime.eager_only import eager_only
 
 __all__ = ["attention_linear_reduce_scatter"]
 
 
+@eager_only
 def attention_linear_reduce_scatter(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -78,7 +80,7 @@ def attention_linear_reduce_scatter(
         ``[s, B, H]``.
     """
     name = "attention_linear_reduce_scatter"
-    documents = checked_attention(name, transport, q, k, v, causal, documents)
+    documents = checked_attention(name, transport, options, q, k, v, causal, documents)
     heads, weight, bias = check_and_cast(name, q.flatten(2), weight, bias, transport, options)
     q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
     options = options_for_attention(options, causal and documents is None)
@@ -98,17 +100,18 @@ class _AttentionLinear(Call):
         attention = self.attention
         attention.begin(q, k, v, keep=any(self.needs))
         rows, batch, hidden = q.shape[0] // self.transport.size, q.shape[1], weight.shape[0]
-        y, transposed = weight.new_empty((rows, batch * hidden)), weight.t()
+        y = weight.new_empty((rows, batch, hidden))
+        transposed = weight.t()
 
         def make(out: torch.Tensor, run: slice) -> None:
             gemm_into(out.view(-1, hidden), _flat(attention.forward(run)), transposed)
 
         sums = self.options.reduce_dtype
         running = self.begin(produce_scatter, rows, batch * hidden, like=y, sum_dtype=sums)
-        running.run({"make": make}, out=y)
+        running.run({"make": make}, out=y.flatten(1))
         saved = attention.saved()
         # The weight's gradient alone needs only the output.
-        return y.view(rows, batch, hidden), saved if any(self.needs[:3]) else saved[:1]
+        return y, saved if any(self.needs[:3]) else saved[:1]
 
     def backward(self, grad: torch.Tensor) -> Tensors:
         attended, *inputs = saved = self.saved()

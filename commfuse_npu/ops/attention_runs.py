@@ -13,18 +13,18 @@ head.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from commfuse_npu.kernels import Piece, kernels_for
 from commfuse_npu.kernels.cpu import check_attention
-from commfuse_npu.ops.call import AnyTransport, check_sequence, check_transport
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.call import AnyTransport, check_call, check_sequence, check_tensors
+from commfuse_npu.ops.options import LinearOptions, check_type
 
 __all__ = [
     "AttentionRuns",
@@ -51,7 +51,8 @@ class Documents:
     """
 
     def __init__(self, ends: Sequence[int], length: int, batch: int = 1) -> None:
-        self.length, self.batch = length, batch
+        self.length = length
+        self.batch = batch
         self._pieces: dict[tuple[int, int], tuple[slice, tuple[Piece, ...]]] = {}
         before = 0
         for end in ends:
@@ -61,22 +62,25 @@ class Documents:
                     f"{length * batch}, {batch} samples of {length}"
                 )
             before = end
-        # The ends inside each sample; the last is its length.
-        self._ends: list[list[int]] = []
-        all_ends = {*ends, length * batch}
+        # The boundaries inside each sample, from 0 to its length.
+        self._bounds: list[list[int]] = []
+        bounds = list(dict.fromkeys([0, *ends, length * batch]))
         for sample in range(batch):
-            first, last = sample * length, (sample + 1) * length
-            if last not in all_ends:
+            first = sample * length
+            last = first + length
+            at_end = bisect_left(bounds, last)
+            if bounds[at_end] != last:
                 raise ValueError(
                     f"documents: none ends at {last}, with sample {sample}: one goes on in the "
                     f"next sample of {length}; end it there, or pass one sample"
                 )
-            self._ends.append(sorted(end - first for end in all_ends if first < end <= last))
+            inside = bounds[bisect_left(bounds, first) : at_end + 1]
+            self._bounds.append([bound - first for bound in inside])
 
     @property
     def whole(self) -> bool:
         """Whether each sample is one document."""
-        return all(len(ends) == 1 for ends in self._ends)
+        return all(len(bounds) == 2 for bounds in self._bounds)
 
     def pieces(self, run: slice) -> tuple[slice, tuple[Piece, ...]]:
         """The keys that a run of queries sees, as the kernels take them.
@@ -94,18 +98,25 @@ class Documents:
         return entry
 
     def _cut(self, run: slice) -> tuple[slice, tuple[Piece, ...]]:
-        documents = [
-            (sample, begin, end)
-            for sample, ends in enumerate(self._ends)
-            for begin, end in pairwise([0, *ends])
-            if begin < run.stop and run.start < end
+        spans = [
+            (bisect_right(bounds, run.start) - 1, bisect_left(bounds, run.stop))
+            for bounds in self._bounds
         ]
-        first = min((begin for _, begin, _ in documents), default=run.start)
+        begins = (bounds[low] for bounds, (low, _) in zip(self._bounds, spans, strict=True))
+        first = min(begins, default=run.start)
         pieces = []
-        for sample, begin, end in documents:
-            start, stop = max(begin, run.start), min(end, run.stop)
-            queries = slice(start - run.start, stop - run.start)
-            pieces.append(Piece(sample, queries, slice(begin - first, stop - first)))
+        for sample, (low, high) in enumerate(spans):
+            bounds = self._bounds[sample]
+            # The run cuts its first and its last document.
+            cuts = [run.start, *bounds[low + 1 : high], run.stop]
+            pieces += [
+                Piece(
+                    sample,
+                    slice(start - run.start, stop - run.start),
+                    slice(begin - first, stop - first),
+                )
+                for begin, start, stop in zip(bounds[low:high], cuts, cuts[1:], strict=False)
+            ]
         return slice(first, run.stop), tuple(pieces)
 
 
@@ -237,6 +248,7 @@ def options_for_attention(options: LinearOptions, costs_rise: bool) -> LinearOpt
 def checked_attention(
     name: str,
     transport: AnyTransport,
+    options: LinearOptions,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -249,11 +261,12 @@ def checked_attention(
         The documents; ``None`` if each sample is a single one.
 
     Raises:
-        TypeError: ``transport`` is no transport, or the dtype is not floating-point.
+        TypeError: an argument has another type, or the dtype is not floating-point.
         ValueError: shapes, dtypes or documents do not fit each other, or the sequence is not
             divisible.
     """
-    check_transport(name, transport)
+    check_call(name, transport, options)
+    check_tensors(name, q=q, k=k, v=v)
     check_attention(q, k, v)
     if not q.is_floating_point():
         raise TypeError(f"{name}: q is {q.dtype}; attention needs a floating-point dtype")
@@ -266,6 +279,7 @@ def checked_attention(
     check_sequence(name, length, transport.size)
     if documents is None:
         return None
+    check_type(name, "documents", documents, Documents, "Documents(ends, length, batch)")
     if not causal:
         raise ValueError(f"{name}: documents are causal; pass causal=True, or no documents")
     if (documents.length, documents.batch) != (length, batch):

@@ -53,13 +53,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 
-from commfuse_npu.ops.call import check_transport, sum_ending
+from commfuse_npu.ops.call import check_call, check_tensors, sum_ending
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan.program import aligned
 from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
+from commfuse_npu.runtime.eager_only import eager_only
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 
@@ -93,15 +95,20 @@ class Buckets:
             bucket's dtype either way.  The others do not apply.
 
     Raises:
-        TypeError: ``transport`` is not a transport.
+        TypeError: ``transport`` or ``options`` has another type.
     """
 
     def __init__(self, transport: Transport, options: LinearOptions = LinearOptions()) -> None:
-        check_transport("Buckets", transport)
-        self._transport, self._reduce_dtype = transport, options.reduce_dtype
+        check_call("Buckets", transport, options)
+        self._transport = transport
+        self._reduce_dtype = options.reduce_dtype
         self._schedule = options.schedule
-        self._queue = _BucketQueue.of(transport)
+        if transport not in _queues:
+            _queues[transport] = _BucketQueue(transport)
+        # All users share it, because they share the lanes.
+        self._queue = _queues[transport]
 
+    @eager_only
     def reduce_scatter(
         self, bucket: torch.Tensor, *, average: bool = False, scale: float = 1.0
     ) -> BucketExchange:
@@ -132,13 +139,15 @@ class Buckets:
             A handle; :meth:`BucketExchange.wait` on it, or on one started later, writes the shard.
 
         Raises:
-            TypeError: an average, a scale or a ``reduce_dtype`` for a non-floating-point dtype.
+            TypeError: the bucket is not a tensor; or an average, a scale or a ``reduce_dtype`` for
+                a non-floating-point dtype.
             ValueError: the shape, the device or the schedule does not fit, or the bucket is in
                 flight already.
             MismatchError: another rank exchanges a different bucket.
             TransportError: a transfer failed.  Nothing was summed.
         """
         name, transport, running = "reduce_scatter_bucket", self._transport, None
+        check_tensors(name, bucket=bucket)
         reduce_dtype = self._reduce_dtype
         total = reduce_dtype or bucket.dtype
         if not bucket.dtype.is_floating_point and (average or scale != 1.0 or reduce_dtype):
@@ -156,6 +165,7 @@ class Buckets:
             works = {"finish": sum_ending(transport.size if average else 1)}
             return BucketExchange(bucket, self._queue, running, works)
 
+    @eager_only
     def all_gather(self, bucket: torch.Tensor) -> BucketExchange:
         """Start the all-gather of a bucket: the other ranks' shards arrive in place.
 
@@ -177,6 +187,7 @@ class Buckets:
             ValueError, MismatchError, TransportError: as :meth:`reduce_scatter`.
         """
         name, running = "all_gather_bucket", None
+        check_tensors(name, bucket=bucket)
         with torch.no_grad():
             if elements := self._elements(name, bucket):
                 program = self._transport.program(bucket_gather, self._schedule, elements)
@@ -251,6 +262,7 @@ class BucketExchange:
             queue.under_way.append(self)
             queue.post()
 
+    @eager_only
     def wait(self) -> None:
         """Finish all buckets started earlier on the transport, and then this one.
 
@@ -271,14 +283,6 @@ class _BucketQueue:
         # Else a rank in a wait could need transfers of a rank that waits in a comparison.
         transport.before_comparing = self.finish
         self.under_way: deque[BucketExchange] = deque()
-
-    @staticmethod
-    def of(transport: Transport) -> _BucketQueue:
-        """The queue of a transport; all users share one, because they share the lanes."""
-        queue: _BucketQueue | None = transport.remembered.get(__name__)
-        if queue is None:
-            queue = transport.remembered[__name__] = _BucketQueue(transport)
-        return queue
 
     def same_memory(self, bucket: torch.Tensor) -> bool:
         """Whether a bucket in flight overlaps with this one in memory."""
@@ -315,3 +319,6 @@ class _BucketQueue:
                 exchange.running.run(exchange.works, ahead=True, bucket=exchange.bucket.view(-1, 1))
             if not exchange.running.all_posted:
                 break
+
+
+_queues: WeakKeyDictionary[Transport, _BucketQueue] = WeakKeyDictionary()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import NoneType
 from typing import Any, ClassVar
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import kernels_for
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.options import LinearOptions, check_type
 from commfuse_npu.plan.rules import Rule
 from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveTransport
 from commfuse_npu.runtime.executor import Running, Work
@@ -24,7 +26,9 @@ __all__ = [
     "Tensors",
     "WeightGradient",
     "check_and_cast",
+    "check_call",
     "check_sequence",
+    "check_tensors",
     "check_transport",
     "sum_ending",
 ]
@@ -69,6 +73,7 @@ class Call:
 
     needs: Sequence[bool] = ()
     weight: Any
+    weight_version: int | None
     context: Callable[[], Any]
     """The autograd context; a weak reference, so that it is freed with the graph."""
 
@@ -102,17 +107,34 @@ class Call:
         raise NotImplementedError
 
     def __call__(self, *tensors: torch.Tensor | None) -> torch.Tensor:
-        """Run the op, differentiably; under ``torch.no_grad`` no tensor needs a gradient.
-
-        Autocast is off inside: the tensors are already cast, and fp32 sums have to stay fp32.
-        """
+        """Run the op, differentiably; under ``torch.no_grad`` no tensor needs a gradient."""
         if not torch.is_grad_enabled():
             self.needs = (False,) * len(tensors)
+        with self.without_autocast():
+            return _Differentiable.apply(self, *tensors)
+
+    def without_autocast(self) -> AbstractContextManager[object]:
+        """Turns autocast off for the forward or the backward, which torch runs with the caller's.
+
+        The tensors are already cast, and fp32 sums have to stay fp32.
+        """
         device = self.transport.device_type
-        if not torch.is_autocast_enabled(device):
-            return _Differentiable.apply(self, *tensors)
-        with torch.autocast(device, enabled=False):
-            return _Differentiable.apply(self, *tensors)
+        enabled = torch.is_autocast_enabled(device)
+        return torch.autocast(device, enabled=False) if enabled else nullcontext()
+
+    def check_weight(self) -> None:
+        """The check that autograd makes for saved tensors.
+
+        Raises:
+            RuntimeError: the weight was modified after the forward.
+        """
+        version = _version_of(self.weight)
+        if version != self.weight_version:
+            raise RuntimeError(
+                f"{self.name}: the weight was modified in place between forward and backward "
+                f"(version {version}, expected {self.weight_version}); the gradient would be that "
+                "of another layer. Run the backward before the optimizer step"
+            )
 
     def begin(
         self,
@@ -152,23 +174,21 @@ class _Differentiable(torch.autograd.Function):
         call.needs = call.needs or ctx.needs_input_grad[1:]
         y, saved = call.forward(*tensors)
         ctx.save_for_backward(*saved)
-        ctx.call, call.context = call, weakref.ref(ctx)
+        ctx.call = call
+        call.context = weakref.ref(ctx)
         call.weight = tensors[call.weight_at]
-        ctx.version = _version_of(call.weight)
+        call.weight_version = _version_of(call.weight)
+        # Autograd refuses to modify a view that was made here, as ``y += residual`` does.
+        assert not y._is_view()
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
-        # The check that autograd makes for saved tensors.
-        if _version_of(call.weight) != ctx.version:
-            raise RuntimeError(
-                f"{call.name}: the weight was modified in place between forward and backward "
-                f"(version {_version_of(call.weight)}, expected {ctx.version}); the gradient would "
-                "be that of another layer. Run the backward before the optimizer step"
-            )
-        return None, *call.backward(grad.contiguous())
+        call.check_weight()
+        with call.without_autocast():
+            return None, *call.backward(grad.contiguous())
 
 
 def _version_of(weight: torch.Tensor | None) -> int | None:
@@ -199,7 +219,7 @@ def check_and_cast(
     transport: AnyTransport,
     options: LinearOptions,
     *,
-    head_groups: int = 1,
+    of_all_heads: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Check the arguments before any rank waits for another, and cast them under autocast.
 
@@ -208,29 +228,27 @@ def check_and_cast(
 
     Args:
         x: ``[S, ..., I]``.
-        weight: ``[O, I * head_groups]``.
-        head_groups: number of groups of ``I`` columns in the weight.
+        weight: ``[O, I]``, or with ``of_all_heads`` ``[O, I * N]``: ``I`` columns per rank.
 
     Returns:
         ``x``, ``weight`` and ``bias`` in one dtype; under autocast in its dtype, as the arguments
         of ``torch.nn.functional.linear``.
 
     Raises:
-        TypeError: ``transport`` or ``options`` has another type, or dtypes do not fit.
+        TypeError: an argument has another type, or dtypes do not fit.
         ValueError: devices or shapes do not fit each other.
     """
-    if not isinstance(transport, AnyTransport) or not isinstance(options, LinearOptions):
-        check_transport(name, transport)
-        raise TypeError(
-            f"{name}: options is a {type(options).__name__}; pass LinearOptions(...), as "
-            "LinearOptions(Schedule(chunks=2))"
-        )
+    check_call(name, transport, options)
+    check_tensors(name, x=x, weight=weight)
+    check_type(name, "bias", bias, torch.Tensor | NoneType, "a tensor, or None for no bias")
     if weight.dim() != 2 or x.dim() < 2:
         raise ValueError(
             f"{name}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; they have to "
             "be [S, ..., I] and [O, I]"
         )
-    (outputs, inputs), features = weight.shape, x.shape[-1] * head_groups
+    outputs, inputs = weight.shape
+    head_groups = transport.size if of_all_heads else 1
+    features = x.shape[-1] * head_groups
     if inputs != features:
         ranks = f" on each of {head_groups} ranks" if head_groups > 1 else ""
         raise ValueError(
@@ -270,11 +288,21 @@ def check_and_cast(
 
 def check_transport(name: str, transport: object) -> None:
     """Raise a TypeError if ``transport`` is something else, such as the process group."""
-    if not isinstance(transport, AnyTransport):
-        raise TypeError(
-            f"{name}: transport is a {type(transport).__name__}; pass what "
-            "Transport.create(group) returned on every rank"
-        )
+    created = "what Transport.create(group) returned on every rank"
+    check_type(name, "transport", transport, AnyTransport, created)
+
+
+def check_call(name: str, transport: object, options: object) -> None:
+    """Raise a TypeError if ``transport`` or ``options`` has another type."""
+    check_transport(name, transport)
+    of_options = "LinearOptions(...), as LinearOptions(Schedule(chunks=2))"
+    check_type(name, "options", options, LinearOptions, of_options)
+
+
+def check_tensors(name: str, **tensors: object) -> None:
+    """Raise a TypeError if an argument is not a tensor."""
+    for role, tensor in tensors.items():
+        check_type(name, role, tensor, torch.Tensor, "a tensor")
 
 
 def check_sequence(name: str, rows: int, size: int, instead: str = "") -> None:

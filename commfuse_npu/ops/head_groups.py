@@ -166,8 +166,8 @@ class HeadsToRows(_Exchange):
             blocks = None if attention.attended is None else attention.attended.flatten(1)
             make = _maker(attention)
         if weight is None:
-            y = x.new_empty((rows, batch, size, features))
-            use = partial(_put_in_columns, y)
+            y = x.new_empty((rows, batch, size * features))
+            use = partial(_put_in_columns, y.unflatten(2, (size, features)))
         else:
             received = x.new_empty((x.shape[0], batch * features)) if self.needs[0] else None
             y = _zeros(weight, rows * batch, weight.shape[0])
@@ -178,8 +178,7 @@ class HeadsToRows(_Exchange):
             rows, batch * features, like=x, make=make, use=use, blocks=blocks, received=received
         )
         saved = () if attention is None else attention.saved()
-        y = y.flatten(2) if weight is None else y.to(x.dtype)
-        return y, (received, *(saved if keep else ()))
+        return y.to(x.dtype), (received, *(saved if keep else ()))
 
     def backward(self, grad: torch.Tensor) -> Tensors:
         (received, *saved), size, weight = self.saved(), self.transport.size, self.weight

@@ -33,11 +33,11 @@ links are free, and the column-parallel layer before it needs its input again::
     links    | its gradients | input of qkv              |              | sums of dgrad
 
 ``linear_reduce_scatter`` is paired with the last ``all_gather_linear`` before it on the same
-transport whose weight needs a gradient: ``qkv`` and ``proj``, ``fc1`` and ``fc2``.  Pairs depend on
-the order of the forward calls alone, never on timing, so that ranks that run the same model post in
-the same order.  (A pair ends when the result of its column-parallel layer is dropped.)  A backward
-that was pruned (``autograd.grad`` for the weight of ``proj`` alone) leaves a program in flight; the
-next forward of such a layer drains it, on all ranks alike.
+transport whose weight needs a gradient: ``qkv`` and ``proj``, ``fc1`` and ``fc2``.  The input is
+gathered early if autograd is going to run the backward of both layers in one pass.  So what is
+posted depends on the calls alone, never on timing or on when an object is freed, and ranks that run
+the same model post in the same order.  If an exception ends a backward between the two, the next
+forward of such a layer drains the gather, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from math import prod
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -60,6 +61,7 @@ from commfuse_npu.ops.linear_trials import choose_schedules
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
 from commfuse_npu.runtime.collectives import begin_all_gather
+from commfuse_npu.runtime.eager_only import eager_only
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 
@@ -73,6 +75,7 @@ __all__ = [
 # ------------------------------------------------------------------- all-gather
 
 
+@eager_only
 def all_gather_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -118,8 +121,11 @@ def all_gather_linear(
 
 
 class _AllGatherLinear(Call):
-    early: tuple[torch.Tensor, Running] | None = None
-    """The input and the running backward, if the row-parallel layer's backward began it."""
+    x: torch.Tensor | None = None
+    """The saved input ``[s * B, I]``, if the row-parallel layer's backward has unpacked it."""
+
+    early: Running | None = None
+    """The backward in execution, if the row-parallel layer's backward began it."""
 
     over = False
     """Whether the backward has started, or was drained because it never ran."""
@@ -134,8 +140,11 @@ class _AllGatherLinear(Call):
         running.run(shard=shard, weight=weight.t(), out=y.flatten(0, -2))
         if bias is not None:
             y.add_(bias)
-        if needs_weight and self.backward_schedule is not None:
-            _Pairs.of(self.transport).last = weakref.ref(self)
+        on_lanes = self.backward_schedule is not None and isinstance(self.transport, Transport)
+        if needs_weight and on_lanes:
+            pairs = _pairs.setdefault(self.transport, _Pairs())
+            pairs.drain()
+            pairs.last = weakref.ref(self)
         return y, (x if needs_weight else None,)
 
     def _begin_backward(self, like: torch.Tensor, rows: int) -> AnyRun:
@@ -144,39 +153,53 @@ class _AllGatherLinear(Call):
         sums = self.options.reduce_dtype
         return self.begin(column_backward, *arguments, like=like, backward=True, sum_dtype=sums)
 
-    def gather_early(self) -> None:
-        """Begin the backward and post the gather of the input; nothing if that was done before."""
-        if self.over or self.early is not None:
-            return
-        x = self.saved()[0].flatten(0, -2)
-        running = self._begin_backward(x, x.shape[0])
-        assert isinstance(running, Running)  # as that of the row-parallel layer, its caller
-        # With x, because saved() may be called only once.
-        self.early = x, running
-        _Pairs.of(self.transport).early.append(self)
-        running.run(ahead=True, x=x)
+    def prepare_early(self) -> bool:
+        """Whether to gather the input early: the backward follows in the one that is running.
 
-    def take_early(self) -> tuple[torch.Tensor, Running] | None:
-        """Return the early backward, if there is one, to the caller, who runs or drains it."""
-        self.over = True
-        early, self.early = self.early, None
-        if early is not None:
-            self.transport.remembered[__name__].early.remove(self)
-        return early
+        What may fail without a transfer does so here, before the caller begins its program.
+        """
+        if self.over or self.early is not None:
+            return False
+        node = self.context()
+        # A node that was freed is in no graph, whenever that happened.
+        if node is None or not torch._C._will_engine_execute_node(node):
+            return False
+        self.check_weight()
+        self.weight_gradient()
+        # Kept, because saved() may be called only once.
+        self.x = self.unpacked()
+        return True
+
+    def unpacked(self) -> torch.Tensor | None:
+        """The saved input ``[s * B, I]``, if the weight needs a gradient."""
+        (x,) = self.saved()
+        return None if x is None else x.flatten(0, -2)
+
+    def gather_early(self) -> None:
+        """Begin the backward and post the gather of the input."""
+        assert self.x is not None
+        running = self._begin_backward(self.x, self.x.shape[0])
+        assert isinstance(running, Running)  # as that of the row-parallel layer, its caller
+        self.early = running
+        _pairs[self.transport].early.append(self)
+        running.run(ahead=True, x=self.x)
 
     def backward(self, grad: torch.Tensor) -> Tensors:
-        shape = grad.shape[0] // self.transport.size, *grad.shape[1:-1], self.weight.shape[1]
-        grad, early = grad.flatten(0, -2), self.take_early()
-        if early is None:
-            (x,) = self.saved()
-            x = None if x is None else x.flatten(0, -2)
-            running: AnyRun = self._begin_backward(grad, grad.shape[0] // self.transport.size)
-        else:
-            x, running = early
+        self.over = True
+        rows = grad.shape[0] // self.transport.size
+        shape = rows, *grad.shape[1:-1], self.weight.shape[1]
+        grad = grad.flatten(0, -2)
         grad_x = grad.new_empty(shape) if self.needs[0] else None
-        rows = None if grad_x is None else grad_x.flatten(0, -2)
+        out = None if grad_x is None else grad_x.flatten(0, -2)
         wgrad = self.weight_gradient()
-        running.run({"wgrad": wgrad.add}, grad=grad, weight=self.weight, x=x, grad_x=rows)
+        x = self.unpacked() if self.x is None else self.x
+        if self.early is None:
+            running = self._begin_backward(grad, grad.shape[0] // self.transport.size)
+        else:
+            running = self.early
+            _pairs[self.transport].early.remove(self)
+        self.early = self.x = None
+        running.run({"wgrad": wgrad.add}, grad=grad, weight=self.weight, x=x, grad_x=out)
         grad_bias = grad.sum(dim=0) if self.needs[2] else None
         return grad_x, wgrad.result(), grad_bias
 
@@ -186,31 +209,33 @@ class _Pairs:
     """The column-parallel layers of a transport whose backward gathers the input.
 
     Attributes:
-        last: the last one that is not paired yet; a weak reference keeps no activations alive.
+        last: the last one that is not paired yet; a weak reference, which keeps no weight alive
+            that autocast copied.
         early: those whose early gather is in flight.
     """
 
     last: weakref.ref[_AllGatherLinear] | None = None
     early: list[_AllGatherLinear] = field(default_factory=list)
 
-    @staticmethod
-    def of(transport: AnyTransport) -> _Pairs:
-        """The pairs of a transport; outside a backward, first drains early gathers left over."""
-        pairs: _Pairs | None = transport.remembered.get(__name__)
-        if pairs is None:
-            pairs = transport.remembered[__name__] = _Pairs()
+    def drain(self) -> None:
+        """Finish early gathers that an interrupted backward left over; called by every forward."""
         # -1: not in a backward.  A forward recomputed in a backward must not drain them.
-        if pairs.early and torch._C._current_graph_task_id() == -1:
-            for layer in list(pairs.early):
-                early = layer.take_early()
-                assert early is not None
-                early[1].drain(grad_x=torch.empty_like(early[0]))
-        return pairs
+        while self.early and torch._C._current_graph_task_id() == -1:
+            layer = self.early.pop()
+            assert layer.early is not None
+            assert layer.x is not None
+            layer.over = True
+            layer.early.drain(grad_x=torch.empty_like(layer.x))
+            layer.early = layer.x = None
+
+
+_pairs: WeakKeyDictionary[AnyTransport, _Pairs] = WeakKeyDictionary()
 
 
 # --------------------------------------------------------------- reduce-scatter
 
 
+@eager_only
 def linear_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -266,9 +291,11 @@ class _LinearReduceScatter(Call):
         out = y.flatten(0, -2)
         running = self.begin(gemm_scatter, out.shape[0], inputs, outputs, like=x, sum_dtype=sums)
         running.run(a=x.flatten(0, -2), weight=weight.t(), out=out)
-        if any(self.needs):
-            pairs = _Pairs.of(self.transport)
-            self.column, pairs.last = pairs.last, None
+        pairs = _pairs.get(self.transport)
+        if pairs is not None and any(self.needs):
+            pairs.drain()
+            self.column = pairs.last
+            pairs.last = None
         return y, (x if self.needs[1] else None,)
 
     def backward(self, grad: torch.Tensor) -> Tensors:
@@ -280,9 +307,12 @@ class _LinearReduceScatter(Call):
             grad_x = grad.new_empty(shape)
             out = grad_x.flatten(0, -2)
         wgrad = self.weight_gradient()
+        on_lanes = self.backward_schedule is not None
+        column = self.column() if self.column is not None and on_lanes else None
+        if column is not None and not (wgrad.needed and column.prepare_early()):
+            column = None
         columns = (inputs if needed else 0 for needed in (self.needs[0], wgrad.needed))
         running = self.begin(gather_gemm, *shard.shape, *columns, like=grad, backward=True)
-        column = None if self.column is None else self.column()
         if column is not None and isinstance(running, Running):
             running.before = {"wgrad": column.gather_early}
         other = None if x is None else x.flatten(0, -2)
@@ -293,6 +323,7 @@ class _LinearReduceScatter(Call):
 # ------------------------------------------------------------------- all-reduce
 
 
+@eager_only
 def linear_all_reduce(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import NoneType, UnionType
 
 import torch
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tuning import Tuning
 
-__all__ = ["LinearOptions"]
+__all__ = ["LinearOptions", "check_type"]
+
+
+def check_type(where: str, name: str, value: object, kind: type | UnionType, expected: str) -> None:
+    """Raise a TypeError if the argument ``name`` is not a ``kind``.
+
+    Args:
+        where: the op, or the class, that is called.
+        expected: what to pass.
+    """
+    if not isinstance(value, kind):
+        given = "None" if value is None else f"a {type(value).__name__}"
+        raise TypeError(f"{where}: {name} is {given}; pass {expected}")
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,11 @@ class LinearOptions:
     tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
+        name = "LinearOptions"
+        check_type(name, "schedule", self.schedule, Schedule, "Schedule(...)")
+        dtypes = "a dtype, as torch.float32, or None"
+        check_type(name, "reduce_dtype", self.reduce_dtype, torch.dtype | NoneType, dtypes)
+        check_type(name, "tuning", self.tuning, Tuning | NoneType, "Tuning(...) or None")
         if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
             raise ValueError(
                 f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"

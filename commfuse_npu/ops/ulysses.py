@@ -48,6 +48,7 @@ from commfuse_npu.ops.attention_runs import (
 from commfuse_npu.ops.call import AnyTransport, check_and_cast, check_sequence
 from commfuse_npu.ops.head_groups import HeadsToRows, RowsToHeads
 from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.runtime.eager_only import eager_only
 
 __all__ = [
     "all_to_all_linear",
@@ -59,6 +60,7 @@ __all__ = [
 # ------------------------------------------------------------- rows to heads
 
 
+@eager_only
 def linear_all_to_all(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -96,8 +98,9 @@ def linear_all_to_all(
     Returns:
         ``[S, B, O]`` or ``[S, O]``.
     """
-    name, size = "linear_all_to_all", transport.size
+    name = "linear_all_to_all"
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
+    size = transport.size
     if weight.shape[0] % size:
         raise ValueError(
             f"{name}: {weight.shape[0]} rows of the weight are not divisible by the group size "
@@ -112,6 +115,7 @@ def linear_all_to_all(
 # ------------------------------------------------------------- heads to rows
 
 
+@eager_only
 def all_to_all_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -152,14 +156,15 @@ def all_to_all_linear(
         ``[s, B, H]`` or ``[s, H]``.
     """
     name = "all_to_all_linear"
+    x, weight, bias = check_and_cast(name, x, weight, bias, transport, options, of_all_heads=True)
     size = transport.size
-    x, weight, bias = check_and_cast(name, x, weight, bias, transport, options, head_groups=size)
     check_sequence(name, x.shape[0], size)
     flat = x.flatten(0, -2).unsqueeze(1)
     y = HeadsToRows(name, transport, options, x, rows=flat.shape[0])(weight, bias, flat)
     return y.view(x.shape[0] // size, *x.shape[1:-1], weight.shape[0])
 
 
+@eager_only
 def attention_all_to_all(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -217,11 +222,12 @@ def attention_all_to_all(
     name = "attention_all_to_all"
     if weight is not None:
         name += " with a weight"  # another operation, on which the ranks agree
-    documents = checked_attention(name, transport, q, k, v, causal, documents)
-    size, device = transport.size, transport.device_type
+    documents = checked_attention(name, transport, options, q, k, v, causal, documents)
+    size = transport.size
+    device = transport.device_type
     if weight is not None:
         heads, weight, bias = check_and_cast(
-            name, q.flatten(2), weight, bias, transport, options, head_groups=size
+            name, q.flatten(2), weight, bias, transport, options, of_all_heads=True
         )
         q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
     elif bias is not None:

@@ -19,6 +19,7 @@ from commfuse_npu.overlap.transfers import take_turns_at_transfers
 from commfuse_npu.overlap.turns import BACKWARD, FORWARD, Recording, Turns
 from commfuse_npu.plan.turn_order import HandOverPoint, Order, best_order
 from commfuse_npu.runtime.collectives import device_backend
+from commfuse_npu.runtime.eager_only import eager_only
 from commfuse_npu.runtime.order_log import OrderLog
 
 __all__ = ["ForwardBackwardOverlap"]
@@ -70,7 +71,7 @@ class ForwardBackwardOverlap:
         named = list(groups)
         if not named:
             raise ValueError("no group given: pass the process groups whose collectives to hide")
-        self.device, _ = device_backend(dist.get_backend(named[0]))
+        self.device, _ = device_backend(named[0])
         self._named = named
         self._log = order_log
         # The groups, with their numbers in the order log.
@@ -90,6 +91,7 @@ class ForwardBackwardOverlap:
         self.orders: dict[Hashable, Order] = {}
         self.recorded: dict[Hashable, tuple[list[HandOverPoint], list[HandOverPoint]]] = {}
 
+    @eager_only
     def run(
         self, forward: Callable[[], F], backward: Callable[[], B], kind: Hashable = None
     ) -> tuple[F, B]:
@@ -129,6 +131,7 @@ class ForwardBackwardOverlap:
         self.hand_overs = [a + b for a, b in zip(self.hand_overs, turns.hand_overs, strict=True)]
         return result_f, result_b
 
+    @eager_only
     def record(
         self,
         forward: Callable[[], F],

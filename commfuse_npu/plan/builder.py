@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Literal
 
@@ -139,14 +140,11 @@ class Builder:
         self, hop: Hop, piece: str, chunk: int, chunks: int
     ) -> tuple[Transfer, Transfer]:
         """The two transfers of the next step: to the hop's target and from its source."""
-        step, self._step = self._step, self._step + 1
-        number = "" if chunks == 1 else f" chunk {chunk}"
-
-        def transfer(source: int, target: int) -> Transfer:
-            name = piece.format(source=source, target=target)
-            return Transfer(step, hop.lane, source, target, name + number)
-
-        return transfer(self.rank, hop.target), transfer(hop.source, self.rank)
+        step = self._step
+        self._step += 1
+        label = piece if chunks == 1 else f"{piece} chunk {chunk}"
+        sent = _transfer(step, hop.lane, self.rank, hop.target, label)
+        return sent, _transfer(step, hop.lane, hop.source, self.rank, label)
 
     def compute(
         self,
@@ -187,9 +185,10 @@ class Builder:
             tuple(self._scratch.values()),
         )
 
-    def _slot(self, buffer: str) -> str:
-        scratch = self._scratch.get(buffer)
-        return buffer if scratch is None else scratch.slot
+    @property
+    def _slots(self) -> dict[str, str]:
+        """The slot of each scratch buffer."""
+        return {buffer.name: buffer.slot for buffer in self._scratch.values()}
 
     def _receives_first(self) -> list[Instruction]:
         """The code with every receive moved up to where its rows are free.
@@ -199,7 +198,7 @@ class Builder:
         code: list[Instruction] = []
         # Numbered instructions behind the last receive, and the memory that each accesses.
         behind: deque[tuple[int, Instruction]] = deque()
-        touched = _Touched(self._slot)
+        touched = _Touched(self._slots)
         ahead_end = -1
         for at, instruction in enumerate(self._code):
             remainder = instruction
@@ -217,7 +216,8 @@ class Builder:
 
     def _in_order(self, code: Sequence[Instruction]) -> list[Instruction]:
         """Insert waits, and events between the two streams, where they are needed."""
-        links, first, side = (_Pending(self._slot, known) for known in (0, 0, -1))
+        slots = self._slots
+        links, first, side = (_Pending(slots, known) for known in (0, 0, -1))
         two_streams = any(map(uses_side_stream, code))
         posted: dict[tuple[str, int], tuple[int, Span]] = {}
         ordered: list[Instruction] = []
@@ -266,6 +266,12 @@ class Builder:
         return result
 
 
+@lru_cache(maxsize=1 << 14)
+def _transfer(step: int, lane: int, source: int, target: int, label: str) -> Transfer:
+    """A transfer, which programs of all lengths share; ``label`` as ``piece`` of a post."""
+    return Transfer(step, lane, source, target, label.format(source=source, target=target))
+
+
 class _Pending:
     """The rows that the links, or a stream, may still access.
 
@@ -274,9 +280,12 @@ class _Pending:
         last, ahead_end: index of a stream's last instruction, and of its :class:`AheadEnd`.
     """
 
-    def __init__(self, slot: Callable[[str], str], known: int) -> None:
-        self._read, self._written = _Touched(slot), _Touched(slot)
-        self.known, self.last, self.ahead_end = known, -1, -1
+    def __init__(self, slots: Mapping[str, str], known: int) -> None:
+        self._read = _Touched(slots)
+        self._written = _Touched(slots)
+        self.known = known
+        self.last = -1
+        self.ahead_end = -1
 
     def add(self, number: int, reads: Iterable[Span], writes: Iterable[Span]) -> None:
         """Add the accesses of an instruction, or of a transfer with this step."""
@@ -295,15 +304,16 @@ class _Pending:
 class _Touched:
     """Spans of memory with the number of the instruction, or step, that accesses each."""
 
-    def __init__(self, slot: Callable[[str], str]) -> None:
-        self._slot = slot
+    def __init__(self, slots: Mapping[str, str]) -> None:
+        self._slots = slots
         # By slot and buffer, sorted by first row; and the most rows that a span extends over.
         self._spans: defaultdict[str, dict[str, list[tuple[int, int, Span]]]] = defaultdict(dict)
         self._widest = 0
 
     def add(self, number: int, *spans: Span) -> None:
         for span in spans:
-            entries = self._spans[self._slot(span.buffer)].setdefault(span.buffer, [])
+            buffer = span.buffer
+            entries = self._spans[self._slots.get(buffer, buffer)].setdefault(buffer, [])
             insort(entries, (span.start, number, span))
             self._widest = max(self._widest, span.end - span.start)
 
@@ -311,7 +321,9 @@ class _Touched:
         """Remove the spans that overlap ``touched``, or all; return their sorted numbers."""
         numbers = []
         for span in touched:
-            slot = self._spans.get(self._slot(span.buffer), {})
+            slot = self._spans.get(self._slots.get(span.buffer, span.buffer))
+            if not slot:
+                continue
             for buffer, entries in list(slot.items()):
                 # All spans of another buffer in the slot overlap: it is the same memory.
                 low, high = 0, len(entries)

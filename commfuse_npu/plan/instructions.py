@@ -147,8 +147,8 @@ class Collective(NamedTuple):
 
     @property
     def transfer(self) -> Transfer:
-        """The transfer of its first end; all have the same lane."""
-        return self.ends[0][1].transfer
+        """The first transfer that it sends; all have the same lane."""
+        return min(self.sends)
 
 
 def _blocks(span: Span, count: int) -> list[Span]:

@@ -45,8 +45,9 @@ _HISTORIES = 1
 """Message tag of full lists of operations; other comparisons use tag 0."""
 
 _numbers = count()
-_unchecked: set[Agreement] = set()
-"""Transports with operations that were not compared with the other ranks yet."""
+_unsettled: set[Agreement] = set()
+"""Transports with operations that were not compared with the other ranks yet, or that failed and
+are not closed: what keeps an optimizer from stepping."""
 
 
 @cache
@@ -54,18 +55,24 @@ def _check_before_steps() -> None:
     """Register a hook that checks all transports before a step of a ``torch.optim`` optimizer."""
 
     def check_all(*_: object) -> None:
+        # Failures first: a rank that steps after a comparison with this one would step alone.
+        for transport in _unsettled:
+            transport.expect_unbroken()
         # In the same order on all ranks, or they deadlock.
-        for transport in sorted(_unchecked, key=lambda transport: transport._number):
+        for transport in sorted(_unsettled, key=lambda transport: transport._number):
             if transport._world is dist.group.WORLD:
                 transport.check_digests()
             else:
-                _unchecked.discard(transport)  # its groups were destroyed with the old world
+                _unsettled.discard(transport)  # its groups were destroyed with the old world
 
     register_optimizer_step_pre_hook(check_all)
 
 
 class TransportError(RuntimeError):
-    """A transfer failed or timed out.  The transport cannot be used any more."""
+    """A transfer failed or timed out.  The transport cannot be used any more.
+
+    Until it is closed, no optimizer of ``torch.optim`` steps on this rank.
+    """
 
 
 class MismatchError(TransportError):
@@ -110,9 +117,9 @@ class Agreement:
         # Compared later: the number of operations begun, and their digest, below 2^63.
         self._operation_count = self._digest = 0
         self._history: deque[Signature] = deque(maxlen=_HISTORY_LENGTH)
-        if self.size > 1:
-            _check_before_steps()
-        self._number, self._world = next(_numbers), dist.group.WORLD
+        _check_before_steps()
+        self._number = next(_numbers)
+        self._world = dist.group.WORLD
         self._broken: str | None = None
         self._left_over: list[object] = []
 
@@ -174,7 +181,7 @@ class Agreement:
         """Add an operation to the digest."""
         if self.size == 1:
             return
-        _unchecked.add(self)
+        _unsettled.add(self)
         self._operation_count += 1
         self._digest = (self._digest * 6364136223846793005 + identity) & 0x7FFFFFFFFFFFFFFF
         self._history.append(signature)
@@ -190,7 +197,8 @@ class Agreement:
         A hook calls it before every step of an optimizer of ``torch.optim`` or a subclass, which
         includes the inner optimizers of Megatron and MindSpeed, so that it raises before weights
         change.  A loop without such an optimizer calls it at a point that all ranks of the group
-        reach.  If no operation has begun since the last call, it does nothing.
+        reach.  If no operation has begun since the last call, it does nothing.  So call it on all
+        ranks before an optimizer that only some of them step.
 
         Until then, the effect of sizes that differ between ranks depends on the backend.  On gloo
         the transfers do not match and the wait times out with this error.  On HCCL it is not
@@ -201,18 +209,20 @@ class Agreement:
             TransportError: a rank did not call it in time, or the transport is broken.
         """
         self.expect_unbroken()
-        if self not in _unchecked:
+        if self not in _unsettled:
             return
+        name = "what was begun"
+        advice = ". Step the optimizer, or call check_digests before it, on all ranks of the group"
         state = self._operation_count, self._digest
-        if any(other != state for other in self.share("what was begun", state)):
-            with self._with_others("what was begun"):
+        if any(other != state for other in self.share(name, state, advice)):
+            with self._with_others(name, advice):
                 difference = self._difference(self.timeout, all_begun=True)
             self.fail(
                 difference or "the ranks diverged earlier than the operations that they still hold"
             )
             raise self.error(MismatchError)
         self._history.clear()
-        _unchecked.discard(self)
+        _unsettled.discard(self)
 
     def fail_wait(self, why: str, *left_over: object) -> TransportError:
         """After a failed wait: break the transport; the error names a difference between ranks."""
@@ -252,8 +262,12 @@ class Agreement:
             "are wrong; call the same operations on all ranks"
         )
 
-    def share(self, name: str, value: Any) -> list[Any]:
+    def share(self, name: str, value: Any, advice: str = "") -> list[Any]:
         """All-gather a small picklable object; returns the values in the order of the ranks.
+
+        Args:
+            name: what the ranks compare, for errors.
+            advice: the end of the error of a rank that did not call it.
 
         Raises:
             TransportError: a rank did not call it in time, or the transport is broken.
@@ -263,17 +277,18 @@ class Agreement:
             return [value]
         if self.order_log is not None:
             self.order_log.write("meet", self.log_number, name)
-        with self._with_others(name):
+        with self._with_others(name, advice):
             return gather_objects(value, self._control, self.timeout)
 
     @contextmanager
-    def _with_others(self, name: str) -> Iterator[None]:
+    def _with_others(self, name: str, advice: str = "") -> Iterator[None]:
         """A failed exchange with the other ranks in this block breaks the transport."""
         try:
             yield
         except RuntimeError as error:
             left_over = [error.left_over] if isinstance(error, MissingRankError) else []
-            self.fail(f"comparing {name} with the other ranks, before step 0: {error}", *left_over)
+            why = f"comparing {name} with the other ranks, before step 0: {error}{advice}"
+            self.fail(why, *left_over)
             raise self.error() from error
 
     def _compare(self, name: str, signature: Signature) -> None:
@@ -290,13 +305,18 @@ class Agreement:
     def fail(self, why: str, *left_over: object) -> None:
         """Break the transport for good; ``left_over`` objects are kept alive with it."""
         self._left_over += left_over
-        _unchecked.discard(self)
         if self._broken is None:
+            _unsettled.add(self)
             self._broken = (
                 f"rank {self.rank} of {self.size} (global rank {self.ranks[self.rank]}): {why}"
             )
             if self.order_log is not None:
                 self.order_log.write("fail", self.log_number, why)
+
+    def interrupted(self, name: str, error: BaseException, *left_over: object) -> None:
+        """Break the transport: the other ranks wait for transfers of an operation that ``error``
+        ended on this rank."""
+        self.fail(f"{name} was interrupted by {error!r}", *left_over)
 
     def error(self, kind: type[TransportError] = TransportError) -> TransportError:
         """The exception for a broken transport; the caller raises it."""
@@ -305,7 +325,7 @@ class Agreement:
     def _closed(self) -> None:
         """Mark the transport as closed: nothing is compared any more."""
         self._broken = self._broken or f"rank {self.rank}: it was closed"
-        _unchecked.discard(self)
+        _unsettled.discard(self)
         if self.order_log is not None:
             self.order_log.write("close", self.log_number)
 

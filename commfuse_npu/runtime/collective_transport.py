@@ -63,10 +63,10 @@ class CollectiveTransport:
         lanes: Transport | None = None,
     ) -> None:
         self.group = group
-        self.rank, self.size = group.rank(), group.size()
-        self.device_type = device_backend(dist.get_backend(group))[0]
+        self.rank = group.rank()
+        self.size = group.size()
+        self.device_type, _ = device_backend(group)
         self.same_pieces = same_pieces
-        self.remembered: dict[Hashable, Any] = {}
         self._lanes = lanes
         self._run: Callable[..., CollectiveRun] = CollectiveRun
 
@@ -107,6 +107,11 @@ class CollectiveTransport:
         """See :meth:`Transport.collectives`; does nothing without a transport."""
         return nullcontext() if self._lanes is None else self._lanes.collectives(name)
 
+    def interrupted(self, name: str, error: BaseException) -> None:
+        """Break the transport, if there is one: other ranks may wait for the next collective."""
+        if self._lanes is not None and self.size > 1:
+            self._lanes.interrupted(name, error)
+
 
 class CollectiveRun:
     """An operation on collectives; takes the place of a :class:`.executor.Running`.
@@ -145,12 +150,16 @@ class CollectiveRun:
         """See :meth:`Running.run`; nothing runs ahead."""
         self._tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self._works = {name: work for name, work in (works or {}).items() if work is not None}
-        with _RecordFunctionFast(f"CommFuse: {self.name}"):
-            self.program.rule.lines(self, *self.program.arguments)
-            for result, _ in list(self._under_way.values()):
-                self._read(result)
-            for into, total in self._sums:
-                into.copy_(total)
+        try:
+            with _RecordFunctionFast(f"CommFuse: {self.name}"):
+                self.program.rule.lines(self, *self.program.arguments)
+                for result, _ in list(self._under_way.values()):
+                    self._read(result)
+                for into, total in self._sums:
+                    into.copy_(total)
+        except BaseException as error:
+            self._transport.interrupted(self.name, error)
+            raise
 
     def _begun(self, begun: Begun) -> torch.Tensor:
         self._under_way[id(begun[0])] = begun

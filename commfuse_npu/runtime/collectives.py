@@ -105,7 +105,7 @@ def sum_rows_in_order(
     return total
 
 
-def device_backend(backend: str) -> tuple[str, str]:
+def device_backend(group: dist.ProcessGroup) -> tuple[str, str]:
     """``(device type, name)`` of a group's backend; of ``cpu:gloo,npu:hccl`` that of the device.
 
     The device type is the first that the backend was registered with.  gloo also takes CUDA
@@ -114,6 +114,9 @@ def device_backend(backend: str) -> tuple[str, str]:
     Raises:
         ValueError: torch.distributed does not know the backend.
     """
+    backend: str = dist.get_backend(group)
+    if backend == "undefined":  # the world was initialized without one: torch chose by the devices
+        backend = dist.get_backend_config(group)
     backends = []
     for part in backend.split(","):
         device, _, name = part.strip().rpartition(":")

@@ -139,7 +139,7 @@ class Running:
                 self._take_scratch(late=True)
             self._bind(tensors)
         except BaseException as error:
-            self._failed(error)
+            transport.interrupted(self.name, error, self)
             raise
         try:
             with _RecordFunctionFast(f"CommFuse: {self.name}"):
@@ -150,7 +150,7 @@ class Running:
                 # A connection known to be closed fails when posting, not only in the wait.
                 transport.fail(f"{self._what(post.transfer.step)}: {error}", self)
                 raise transport.error() from error
-            self._failed(error)
+            transport.interrupted(self.name, error, self)
             raise
         if self._at == len(program.code) and not self.done:
             self._finish()
@@ -276,9 +276,6 @@ class Running:
             transport.fail(why, self)
             raise transport.error() from error
         transport.blocked_seconds += time.perf_counter() - start
-
-    def _failed(self, error: BaseException) -> None:
-        self._transport.fail(f"{self.name} was interrupted by {error!r}", self)
 
     # ------------------------------------------------------------------ memory
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.runtime.collectives import device_backend
+
 __all__ = ["MissingRankError", "gather_objects"]
 
 
@@ -84,7 +86,7 @@ def gather_objects(
         MissingRankError: a rank did not call it in time, or its connection is closed.
     """
     rank, size = group.rank(), group.size()
-    if dist.get_backend(group) != "gloo":
+    if device_backend(group)[1] != "gloo":
         everyone: list[Any] = [None] * size
         dist.all_gather_object(everyone, value, group=group)
         return everyone

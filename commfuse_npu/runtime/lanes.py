@@ -90,12 +90,24 @@ def agreed_groups(
     """The ranks of every group that gets lanes, sorted, so that all processes have one order.
 
     Raises:
+        TypeError: a process has no group; raised on all of them.
         MismatchError: the processes ask for different numbers of lanes.
         TransportError: a process did not answer in time.
     """
-    request = tuple(dist.get_process_group_ranks(group)), lanes
+    ranks = None
+    if isinstance(group, dist.ProcessGroup):
+        ranks = tuple(dist.get_process_group_ranks(group))
+    request = ranks, lanes
     with making("Transport.create, before lane 0: comparing with the other processes"):
         everyone = gather_objects(request, world, timeout)
+    without = [str(rank) for rank, (ranks, _) in enumerate(everyone) if ranks is None]
+    if without:
+        here = "" if ranks is not None else f"; here group is {group!r}"
+        raise TypeError(
+            f"Transport.create: rank {', '.join(without)} has no process group{here}. Pass a group "
+            "that the process belongs to; if there is none, one of its rank alone, made by calling "
+            "new_group([rank]) on all processes"
+        )
     if len({count for _, count in everyone}) > 1:
         counts = ", ".join(f"rank {r}: {count}" for r, (_, count) in enumerate(everyone))
         raise MismatchError(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.plan import RankSpec, Schedule
 from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.rules.rule import MOST_COMPILED, Rule
+from commfuse_npu.plan.rules import Rule
 from commfuse_npu.plan.schedule import Shape
 from commfuse_npu.runtime.agreement import Agreement, TransportError
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
@@ -54,7 +54,6 @@ class Transport(Agreement):
         blocked_seconds: host time spent in waits so far.  On HCCL a wait blocks the stream, not the
             host, so this stays close to 0; profile the device instead.
         operations: number of programs begun.
-        remembered: caches that other modules keep per transport; not used here.
         lane_streams: streams of the lanes, to erase tensors from; ``None`` if not supported.
     """
 
@@ -73,13 +72,12 @@ class Transport(Agreement):
         self.scratch = ScratchPool()
         self.blocked_seconds = 0.0
         self.operations = 0
-        self.remembered: dict[Hashable, Any] = {}
         self.lane_streams: LaneStreams | None = None
-        self.device_type, _ = device_backend(dist.get_backend(lanes[0]))
+        self.device_type, _ = device_backend(lanes[0])
         self.lanes = len(lanes)
         self.lane_groups = tuple(lanes)
         self.kernels = kernels_for(torch.device(self.device_type))
-        self._programs: dict[tuple[Rule, Schedule, tuple[Any, ...]], Program] = {}
+        self._specs: dict[Schedule, RankSpec] = {}
         self._in_flight: set[Running] = set()
         # The programs that ``_thread`` is executing.
         self._active: set[Running] = set()
@@ -121,6 +119,7 @@ class Transport(Agreement):
 
         Raises:
             PlanError: lanes is not a positive whole number.
+            TypeError: a process has no group; raised on all of them.
             MismatchError: the processes ask for different numbers of lanes.
             TransportError: a process failed to create a lane, or did not call this.  Raised on
                 every process, with the errors of all, after at most three times ``timeout``: one
@@ -131,15 +130,15 @@ class Transport(Agreement):
         elif lanes is not None:
             Schedule(lanes=lanes)  # raises if it is not a valid number
         world = dist.group.WORLD
-        group = group if group is not None else world
-        if group is None or world is None:
+        if world is None:
             raise RuntimeError(
                 "torch.distributed is not initialised; call init_process_group before "
                 "Transport.create"
             )
-        if batched is None:
-            batched = device_backend(dist.get_backend(group))[1] != "gloo"
+        group = group if group is not None else world
         groups = agreed_groups(group, world, lanes, timeout)
+        if batched is None:
+            batched = device_backend(group)[1] != "gloo"
         with all_or_none(world, timeout):
             channels, control = make_lanes(group, groups, lanes, timeout, lane_options)
             transport = cls(group, channels, control, timeout=timeout, batched=batched)
@@ -180,12 +179,18 @@ class Transport(Agreement):
         self.lane_streams = LaneStreams.of(self.lane_groups, number.device)
 
     def close(self) -> None:
-        """Destroy the lanes.  Every process of the group calls it, with no program in flight."""
-        for group in (*self.lane_groups, self._control):
-            dist.destroy_process_group(group)
+        """Destroy the lanes, at the first call.
+
+        Every process of the group calls it, with no program in flight or after a failure.
+        """
+        if not self.lane_groups:
+            return
+        if self._world is dist.group.WORLD:  # else they were destroyed with the old world
+            for group in (*self.lane_groups, self._control):
+                dist.destroy_process_group(group)
         # Drop the last references: gloo may abort a process that exits while its groups exist.
-        del group, self._control
         self.lane_groups = ()
+        del self._control
         self._closed()
 
     def begin(
@@ -287,20 +292,15 @@ class Transport(Agreement):
 
     def spec(self, schedule: Schedule) -> RankSpec:
         """What this rank's programs are compiled for; default lanes are limited to these lanes."""
-        if schedule.lanes is None:
-            lanes = min(schedule.lanes_for(self.size), self.lanes)
-            schedule = replace(schedule, lanes=lanes)
-        return RankSpec(schedule, self.rank, self.size, self.batched)
+        if schedule not in self._specs:
+            lanes = schedule.lanes or min(schedule.lanes_for(self.size), self.lanes)
+            limited = replace(schedule, lanes=lanes)
+            self._specs[schedule] = RankSpec(limited, self.rank, self.size, self.batched)
+        return self._specs[schedule]
 
     def program(self, rule: Rule, schedule: Schedule, *arguments: Any) -> Program:
-        """This rank's program for :meth:`begin`, compiled once per schedule and arguments."""
-        key = rule, schedule, arguments
-        program = self._programs.get(key)
-        if program is None:
-            if len(self._programs) >= MOST_COMPILED:
-                self._programs.clear()
-            program = self._programs[key] = rule(self.spec(schedule), *arguments)
-        return program
+        """This rank's program for :meth:`begin`; the rule caches those used last."""
+        return rule(self.spec(schedule), *arguments)
 
     @cached_property
     def by_collectives(self) -> CollectiveTransport:

@@ -54,8 +54,8 @@ def _join(rank: int, size: int, port: int) -> None:
 def _work(function: Callable[..., Any], rank: int, *args: Any) -> Any:
     from commfuse_npu.runtime import agreement
 
-    # A digest that an earlier run left on one rank only would block a step of this run.
-    agreement._unchecked.clear()
+    # A digest or a failure that an earlier run left on this rank would block a step of this run.
+    agreement._unsettled.clear()
     return function(rank, *args)
 
 

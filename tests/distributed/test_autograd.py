@@ -1,5 +1,6 @@
 """Every op follows the rules of torch's autograd and autocast, on real gloo processes."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -81,11 +82,48 @@ def under_autocast(rank: int, op: str) -> None:
             assert torch.equal(value, low[name].to(value.dtype)), f"{op}: {name}, not of bf16"
 
 
+def backward_under_autocast(rank: int, op: str) -> None:
+    """Gradients are those of a backward outside of autocast, wherever the forward ran."""
+    case = one_layer(op, 2)
+    for forward in (False, True):
+        found: list[dict[str, torch.Tensor | None]] = []
+        for backward in (False, True):
+            call, x = Call(case), input_of(case)
+            with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+                y = call(x)
+            grad = drawn(1, f"gradient {rank}", tuple(y.shape), y.dtype, rounded=True)
+            with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+                # In this thread: in that of tests.distributed.backward_thread autocast is off.
+                inspect.unwrap(torch.autograd.backward)(y, grad)
+            found.append({"x": x.grad, **call.gradients()})
+        assert not differences(*found), op
+
+
+def changed_in_place(rank: int, op: str) -> None:
+    """``y += residual`` and ``relu_`` of a result give the gradients of ``relu(y + residual)``."""
+    case = one_layer(op, 2)
+    found = []
+    for in_place in (False, True):
+        call, x = Call(case), input_of(case)
+        y = call(x)
+        residual = drawn(2, f"residual {rank}", tuple(y.shape), y.dtype, rounded=False)
+        if in_place:
+            y += residual
+            y.relu_()
+        else:
+            y = torch.relu(y + residual)
+        y.square().sum().backward()
+        found.append({"x": x.grad, **call.gradients()})
+    assert not differences(*found), op
+
+
 CHECKS: dict[Callable[[int, str], None], Any] = {
     twice: OPS,
     changed_weight: WEIGHTED,
     swapped: OPS,
     under_autocast: OPS,
+    backward_under_autocast: OPS,
+    changed_in_place: OPS,
 }
 
 

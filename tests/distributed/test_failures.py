@@ -4,6 +4,7 @@ process abort, no wrong result."""
 import os
 import re
 import threading
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from commfuse_npu import MismatchError, Transport, TransportError
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear, linear_all_reduce
+from commfuse_npu.ops.call import WeightGradient
 from commfuse_npu.runtime import agreement
 from tests.distributed.programs import gather_and_use, new_link, watch_calls
 from tests.distributed.ranks import on_ranks
@@ -220,3 +222,61 @@ def test_several_transports_are_checked_together(rank: int) -> None:
         assert weight == -3
         assert replicas.broken
     assert not tensor.broken
+
+
+NO_MEMORY = torch.OutOfMemoryError("no memory")
+
+
+def fails_in_the_layer(made: Transport, rank: int) -> None:
+    if rank == 1:
+        with mock.patch.object(made.kernels, "gemm_into", side_effect=NO_MEMORY):
+            layer(made, 4)
+
+
+def fails_beside_collectives(made: Transport, rank: int) -> None:
+    """In the weight gradient of a backward on torch's collectives."""
+    y = layer(made, 4, options=LinearOptions(collectives_from=1))
+    with mock.patch.object(WeightGradient, "add", side_effect=NO_MEMORY if rank == 1 else None):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("fails", [fails_in_the_layer, fails_beside_collectives])
+@on_ranks(2)
+def test_no_optimizer_steps_until_a_failed_transport_is_closed(rank: int, fails: Any) -> None:
+    """Rank 1 skips the micro-batch that failed; another transport works on both ranks."""
+    other, transport = new_link(), new_link()
+    weight = torch.nn.Parameter(torch.zeros(3))
+    weight.grad = torch.ones(3)
+    steps = torch.optim.SGD([weight], lr=1.0)
+    layer(transport, 4)
+    transport.check_digests()
+    layer(other, 4)
+    with pytest.raises(torch.OutOfMemoryError) if rank == 1 else nullcontext():
+        fails(transport, rank)
+    other.timeout = BRIEF
+    for _ in range(2):
+        with pytest.raises(TransportError, match=("no answer from peer 1", "no memory")[rank]):
+            steps.step()
+        assert torch.equal(weight, torch.zeros(3))
+    for made in (other, transport, other):
+        made.close()
+    steps.step()
+    assert torch.equal(weight, -torch.ones(3))
+
+
+@on_ranks(2)
+def test_an_optimizer_of_one_rank_alone_is_told_the_way_out(rank: int) -> None:
+    transport = new_link()
+    weight = torch.nn.Parameter(torch.zeros(3))
+    weight.grad = torch.ones(3)
+    steps = torch.optim.SGD([weight], lr=1.0)
+    layer(transport, 4)
+    transport.check_digests()
+    if rank == 0:
+        steps.step()  # nothing begun since then
+    layer(transport, 4)
+    if rank == 0:
+        transport.timeout = BRIEF
+        with pytest.raises(TransportError, match="or call check_digests before it, on all ranks"):
+            steps.step()
+    dist.barrier()

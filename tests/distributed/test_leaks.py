@@ -50,7 +50,6 @@ def held() -> dict[str, int]:
     for rule in RULES.values():
         rule.cache_clear()
     transport()._begun.clear()
-    transport()._programs.clear()
     gc.collect()
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc: returns freed memory
     kinds = [type(item) for item in gc.get_objects()]

@@ -4,6 +4,7 @@ Their results are compared in :mod:`tests.random_networks`.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -156,8 +157,8 @@ def test_a_pair_has_one_row_parallel_layer(rank: int) -> None:
 
 
 @on_ranks(3)
-def test_a_pruned_backward(rank: int) -> None:
-    """Only the last weight's gradient is requested: a gather is begun and never used."""
+def test_a_pruned_backward_gathers_nothing_early(rank: int) -> None:
+    """Only the last weight's gradient is requested: the layer before it has no backward."""
     link, plain = transport(), CollectiveTransport(transport().group, same_pieces=True)
     for wanted in (slice(-1, None), slice(-1, None), slice(None)):
         tensors = leaves(rank)
@@ -166,4 +167,85 @@ def test_a_pruned_backward(rank: int) -> None:
             for carrier in (link, plain)
         )
         assert all(map(torch.equal, ours, reference))
-        assert (link.scratch.lent > 0) == (wanted != slice(None)), "its input is under way"
+        assert link.scratch.lent == 0
+
+
+@on_ranks(2)
+def test_a_pair_does_not_depend_on_what_a_rank_keeps(rank: int) -> None:
+    """A column-parallel result without a backward is kept on one rank, dropped on the other."""
+    begun = list[str]()
+    x, column, *_ = leaves(rank)
+    kept = all_gather_linear(x, column, transport=transport())
+    if rank == 1:
+        del kept
+    a, row = torch.ones(16, 5), torch.ones(32, 5, requires_grad=True)
+    y = linear_reduce_scatter(a, row, transport=transport())
+    with pytest.MonkeyPatch.context() as patch:
+        watch_calls(patch, Transport, "begin", lambda _, __, name, *more: begun.append(name))
+        y.sum().backward()
+    assert begun == [ROW]
+    transport().check_digests()
+
+
+@on_ranks(2)
+def test_an_interrupted_backward_is_drained_by_the_next_forward(rank: int) -> None:
+    """All ranks skip a micro-batch whose backward raises between the layers of a pair."""
+    link, plain = transport(), CollectiveTransport(transport().group, same_pieces=True)
+    tensors = leaves(rank)
+    how = {"transport": link, "options": USUAL}
+    hidden = all_gather_linear(tensors[0], tensors[1], **how)
+
+    def raises(grad: torch.Tensor) -> None:
+        raise ArithmeticError("not finite")
+
+    hidden.register_hook(raises)
+    with pytest.raises(ArithmeticError):
+        linear_reduce_scatter(hidden, tensors[2], **how).sum().backward()
+    assert link.scratch.lent > 0, "its input is under way"
+    ours, reference = (
+        torch.autograd.grad(two_pairs(tensors, carrier).sum(), tensors) for carrier in (link, plain)
+    )
+    assert all(map(torch.equal, ours, reference))
+    assert link.scratch.lent == 0
+
+
+def without_main_grad(x: torch.Tensor, weight: torch.Tensor) -> None:
+    del weight.main_grad  # type: ignore[attr-defined]
+
+
+def changed_input(x: torch.Tensor, weight: torch.Tensor) -> None:
+    x.detach().add_(1)
+
+
+def changed_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
+    weight.detach().add_(1)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (without_main_grad, "weight.main_grad is None"),
+        (changed_input, "modified by an inplace operation"),
+        (changed_weight, "the weight was modified in place"),
+    ],
+)
+@on_ranks(2)
+def test_a_mistake_with_a_column_parallel_layer_begins_nothing(
+    rank: int, mistake: Any, words: str
+) -> None:
+    """All ranks raise, with and without a row-parallel layer after it; the transport is usable."""
+    link, options = transport(), LinearOptions(Schedule(chunks=2), main_grad=True)
+    for paired in (False, True):
+        x, column, row, *_ = leaves(rank)
+        x = x * 1
+        for weight in (column, row):
+            weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+        y = all_gather_linear(x, column, transport=link, options=options)
+        if paired:
+            y = linear_reduce_scatter(y, row, transport=link, options=options)
+        mistake(x, column)
+        with pytest.raises(RuntimeError, match=words):
+            y.sum().backward()
+        assert not link.broken
+        assert (link.scratch.lent, len(link._in_flight)) == (0, 0)
+    link.check_digests()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from commfuse_npu import MismatchError, Schedule, Transport, ops
 from commfuse_npu.ops import (
@@ -44,6 +45,12 @@ def of_linears(made: Transport) -> list[tuple[str, Call]]:
         (r"shard has shape \(4,\); it has to be a matrix",
          lambda: gather_and_use(new_link(), x[0], sink, shape=(2, 1))),
         ("torch.int32; partial sums need a floating", lambda: LinearOptions(reduce_dtype=INT)),
+        ("reduce_dtype is a str; pass a dtype", lambda: LinearOptions(reduce_dtype="float32")),
+        (r"schedule is a int; pass Schedule\(", lambda: LinearOptions(2)),
+        ("tuning is a bool; pass Tuning", lambda: LinearOptions(tuning=True)),
+        ("all_gather_linear: weight is None; pass a tensor", lambda: fused(x, None)),
+        ("all_gather_linear: x is a list; pass a tensor", lambda: fused([[1.0]], weight)),
+        ("bias is a float; pass a tensor, or None", lambda: fused(x, weight, 1.0)),
         *(("it must be a whole number from 1", partial(new_link, lanes=n)) for n in (0, 1.5, True)),
         ("transport is a ProcessGr.*; pass what", lambda: fused(x, weight, transport=made.group)),
         (r"options is a dict; pass LinearOptions\(", lambda: fused(x, weight, options={})),
@@ -79,6 +86,13 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
         (r"bias of shape \(32,\) without a weight; pass", lambda: project(bias=proj[:, 0])),
         ("x has 32 features, the weight takes 64", lambda: scatter(q, k, v, proj)),
         ("documents of 1 samples of 12 are", lambda: attend(q, k, v, documents=other)),
+        (r"documents is a list; pass Documents\(", lambda: attend(q, k, v, documents=[12, 24])),
+        ("attention_all_to_all: v is None; pass a tensor", lambda: attend(q, k, None)),
+        (r"options is a dict; pass LinearOptions\(", lambda: attend(q, k, v, options={})),
+        *((r"transport is a str; pass what Transport\.create", call) for call in (
+            lambda: split(qkv, transport="a group"),
+            lambda: join(q.flatten(2), proj, transport="a group"),
+        )),
         ("documents are causal", lambda: attend(q, k, v, causal=False, documents=documents)),
     ]  # fmt: skip
 
@@ -90,6 +104,8 @@ def of_buckets(made: Transport) -> list[tuple[str, Call]]:
     five, pad = torch.ones(5), "5 elements are not divisible .* size 2; pad the bucket to 6"
     return [
         (r"shape \(2, 2\) .* pass the flat buffer", lambda: buckets.all_gather(torch.ones(2, 2))),
+        ("bucket is a list; pass a tensor", lambda: buckets.reduce_scatter([1.0])),
+        (r"options is a Schedule; pass LinearOptions\(", lambda: Buckets(made, nodes)),
         (r"strides \(2,\)", lambda: buckets.reduce_scatter(torch.ones(8)[::2])),
         (pad, lambda: buckets.reduce_scatter(five)),
         ("is on meta, this group transfers cpu", lambda: buckets.all_gather(four.to("meta"))),
@@ -172,3 +188,13 @@ def test_lanes_that_differ_or_do_not_exist(rank: int) -> None:
     bucket = torch.ones(12)
     Buckets(transport).reduce_scatter(bucket).wait()
     assert (bucket.view(3, 4)[rank] == 3).all()
+
+
+@on_ranks(3)
+def test_a_process_without_a_group_is_named_on_all_of_them(rank: int) -> None:
+    words = r"Transport.create: rank 2 has no process group.*made by calling new_group\(\[rank\]\)"
+    pair = dist.new_group([0, 1])
+    with pytest.raises(TypeError, match=words):
+        new_link(pair)
+    own = dist.new_group([2])
+    assert new_link(pair if rank < 2 else own).size == (2 if rank < 2 else 1)

@@ -1,5 +1,6 @@
 """The schedules of the ops with attention, and the pieces of packed documents that a run sees."""
 
+import sys
 from itertools import product
 from typing import Any
 
@@ -57,6 +58,23 @@ def test_four_chunks_replace_tuning() -> None:
 def test_no_piece_of_a_document_is_empty() -> None:
     for ends, run, pieces in (([5, 6, 12], slice(5, 6), 1), ([3, 3, 12], slice(2, 8), 2)):
         assert len(Documents(ends, 12).pieces(run)[1]) == pieces
+
+
+def test_runs_of_queries_are_cut_in_linear_time() -> None:
+    """Lines that are executed to cut a sample of one-token documents into many runs."""
+    tokens, lines, size = 2048, 0, 4
+    documents = Documents(range(1, tokens + 1), tokens)
+
+    def count(frame: Any, event: str, _: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    sys.settrace(count)
+    for start in range(0, tokens, size):
+        documents.pieces(slice(start, start + size))
+    sys.settrace(None)
+    assert lines < 40 * tokens
 
 
 @pytest.mark.parametrize(

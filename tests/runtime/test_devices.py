@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 from commfuse_npu.runtime.collectives import device_backend
 from commfuse_npu.runtime.device_streams import LaneStreams
+from commfuse_npu.runtime.transport import Transport
+
+GROUP: Any = object()
 
 
 @pytest.mark.parametrize(
@@ -27,12 +30,27 @@ def test_the_device_and_its_backend(monkeypatch, backend: str, expected: object)
     """Backends as torch_npu registers HCCL, and as a CPU backend registers itself."""
     devices = {**dist.Backend.backend_capability, "hccl": ["npu"], "own_backend": ["cpu"]}
     monkeypatch.setattr(dist.Backend, "backend_capability", devices)
-    assert device_backend(backend) == expected
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    assert device_backend(GROUP) == expected
 
 
-def test_a_backend_that_nobody_registered() -> None:
+def test_the_backend_that_torch_chose(monkeypatch) -> None:
+    """``init_process_group()`` without a backend."""
+    monkeypatch.setattr(dist, "get_backend", lambda group: "undefined")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,npu:hccl")
+    assert device_backend(GROUP) == ("npu", "hccl")
+    monkeypatch.undo()
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    link = Transport.create()
+    assert (link.device_type, link.batched) == ("cpu", False)
+    dist.destroy_process_group()
+    link.close()
+
+
+def test_a_backend_that_nobody_registered(monkeypatch) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda group: "hccl")
     with pytest.raises(ValueError, match=r"'hccl' is unknown to torch.distributed, .*gloo"):
-        device_backend("hccl")
+        device_backend(GROUP)
 
 
 # With a mock of torch_npu.

@@ -17,13 +17,13 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules.pieces import Piece
 from commfuse_npu.plan.schedule import RankSpec
 
-__all__ = ["IN_FLIGHT", "MOST_COMPILED", "RULES", "Carrier", "Rule"]
+__all__ = ["IN_FLIGHT", "RULES", "Carrier", "Rule"]
 
 IN_FLIGHT = 2
 """Chunks, or stacks of pieces, that are sent at the same time, each with its own memory."""
 
-MOST_COMPILED = 4096
-"""Most programs in a cache; their number grows with the number of sequence lengths."""
+_MOST_COMPILED = 512
+"""Most programs of a rule that are cached, of 10 to 60 KiB each; every new length adds some."""
 
 
 class Carrier(Protocol):
@@ -98,7 +98,7 @@ class Rule:
         names = tuple(signature(make).parameters)[1:]
         RULES[self.name] = self
 
-        @lru_cache(maxsize=MOST_COMPILED)
+        @lru_cache(maxsize=_MOST_COMPILED)
         def compiled(spec: RankSpec, *arguments: Any) -> Program:
             description = self.name, spec.schedule, *arguments
             return make(spec, *arguments).build(description, names)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -145,6 +146,10 @@ class Blocking(CollectiveRun):
         return out if work is None else self._begun((out, work))
 
 
+_gathered: WeakKeyDictionary[CollectiveTransport, dict[torch.Size, torch.Tensor]]
+_gathered = WeakKeyDictionary()
+
+
 class Computation(Blocking):
     """No transfers: only the computation of a workload remains.
 
@@ -153,11 +158,10 @@ class Computation(Blocking):
     """
 
     def all_gather(self, shard: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
-        known, key = self._transport.remembered, (__name__, shard.shape)
-        if key not in known:
-            known[key] = torch.cat([shard.detach()] * self.spec.size)
-        whole: torch.Tensor = known[key]
-        return whole
+        known = _gathered.setdefault(self._transport, {})
+        if shard.shape not in known:
+            known[shard.shape] = torch.cat([shard.detach()] * self.spec.size)
+        return known[shard.shape]
 
     def reduce_scatter(self, whole: torch.Tensor, *, out: str) -> None:
         self._tensors[out].copy_(self.own_block(whole))
