@@ -54,15 +54,50 @@ def test_the_fastest_form_that_can_be_launched_is_named(plan: Plan, capsys) -> N
     assert not [note for note in vocabulary["notes"] if "vocab" in note]
 
 
+COC = "--use-ascend-coc --coc-parallel-num"
+EIGHT = "--tensor-model-parallel-size 8 --sequence-parallel --seq-length 16384"
+
+
+@pytest.mark.parametrize(
+    ("options", "present", "change"),
+    [
+        (f"{TP} {COC} 2", "CoC in 2 slices",
+         "Leave --use-ascend-coc out and add --commfuse-fb-overlap: "),
+        # One slice is MindSpeed's default, without overlap.
+        (f"{TP} --use-ascend-coc", "",
+         "Leave --use-ascend-coc out and add --commfuse-fb-overlap: "),
+        (f"{EIGHT} {COC} 4 --coc-fused-kernel", "CoC's kernel",
+         "Leave --coc-fused-kernel --use-ascend-coc out and add --commfuse-fb-overlap: "),
+        (f"{TP} --use-ascend-mc2 --use-commfuse", "MC2",
+         "Leave --use-ascend-mc2 out and add --commfuse-fb-overlap: "),
+        # One micro-batch has no pairs.
+        (f"{TP} {COC} 8 --commfuse-fb-overlap --global-batch-size 2", "CoC in 8 slices",
+         "Leave --commfuse-fb-overlap --use-ascend-coc out and add --use-ascend-mc2: "),
+        (f"{TP} --use-ascend-mc2 --global-batch-size 2", "MC2", "Nothing to add: MC2 is in use"),
+        (f"{TP} --commfuse-fb-overlap", "forward-backward overlap", "Nothing to add: "),
+        (f"{TP} --seq-length 1024 --commfuse-chunks 1 --use-commfuse --enable-cuda-graph "
+         "--hidden-size 2048", "fused layers", "Leave --use-commfuse out"),
+    ],
+)  # fmt: skip
+def test_the_verdict_names_the_change_to_the_fastest_form(
+    plan: Plan, options: str, present: str, change: str
+) -> None:
+    report = plan(f"{MANY} {options}")
+    assert report["verdict"].startswith(change)
+    assert [form["name"] for form in report["forms"] if form["used"]] == (
+        [present] if present else []
+    )
+    now = next((form for form in report["forms"] if form["used"]), report["forms"][0])
+    best = min((f for f in report["forms"] if not f["obstacle"]), key=lambda f: f["seconds"])
+    assert best["used"] or f" {1 - best['seconds'] / now['seconds']:.1%} less" in report["verdict"]
+
+
 def test_a_refused_form_is_not_recommended(plan: Plan) -> None:
-    report = plan(f"{TP} {MANY} --use-ascend-mc2")
+    report = plan(f"{TP} {MANY} --enable-cuda-graph --unaligned-linear")
     forms = by_flags(report)
-    assert "inside of MC2's kernels" in forms["--commfuse-fb-overlap"]["obstacle"]
-    assert "--use-ascend-mc2" in forms["--use-commfuse"]["obstacle"]
-    assert forms["--use-ascend-mc2"]["used"]
-    coc = forms["--use-ascend-coc"]["obstacle"]
-    assert coc == "--use-ascend-mc2: MindSpeed refuses CoC and MC2 together; leave it out"
-    assert report["verdict"].startswith("Nothing to add: MC2 is in use, no forward-backward")
+    assert "--enable-cuda-graph" in forms["--commfuse-fb-overlap"]["obstacle"]
+    assert "--unaligned-linear" in forms["--use-commfuse"]["obstacle"]
+    assert report["verdict"].startswith("Add --use-ascend-mc2: ")
     # If blocks are too short, Megatron's order runs.
     short = f"{TP} {MANY} --seq-length 1024"
     forms = by_flags(plan(short))
@@ -112,7 +147,7 @@ def test_what_would_be_fused_and_what_is_wrong_is_listed(plan: Plan, capsys) -> 
     printed = capsys.readouterr().out
     assert "Note: --use-commfuse is given to the script itself, which does not know" in printed
     assert f"forward, per rank ({report['schedule']}):\n  qkv: fused\n" in printed
-    assert plan(f"{TP} {MANY} --use-ascend-coc")["layers"]
+    assert plan(f"{TP} {MANY} --unaligned-linear")["layers"]
     printed = capsys.readouterr().out
     assert "per rank" not in printed
     assert printed.count("it replaces Megatron's column- and row-parallel linear layers") == 1

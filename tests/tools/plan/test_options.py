@@ -139,8 +139,6 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
     (paired, {
         f"{FOUR} --global-batch-size 16": ("", 7 / 8),
         f"{FOUR} --global-batch-size 2": ("one micro-batch has no partner", 0.0),
-        f"{FOUR_16} --use-ascend-coc":
-            ("--use-ascend-coc: its transfers are inside of CoC's operators; leave it out", 7 / 8),
         f"{FOUR_16} --stage dpo": ("--stage dpo: it has a pipeline schedule of its own; leave "
                                    "--commfuse-fb-overlap out", 7 / 8),
         f"{FOUR} {PP} --global-batch-size 8": ("", 5 / 8),
@@ -180,6 +178,8 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{FOUR} --use-ascend-coc --coc-parallel-num 4": "coc-4",
         f"{FOUR} --use-ascend-coc --coc-fused-kernel": "coc-fused",
         f"{FOUR} --commfuse-fb-overlap": "commfuse-fb",
+        # Its transfers are inside of MC2's kernels.
+        f"{FOUR} --use-ascend-mc2 --commfuse-fb-overlap": "mc2",
     }),
     (chunks, {"--config": 2, "--config --commfuse-tuning on": 1}),
 ]  # fmt: skip
