@@ -21,7 +21,7 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime import transport
 from tests.distributed.programs import change_programs, new_link
 from tests.limits import BRIEF
-from tests.random_networks.case import Network, one_layer
+from tests.random_networks.case import BITS_OF_TORCH, Network, one_layer
 from tests.random_networks.compare import complaints
 
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -54,10 +54,9 @@ def scaled_a_little(gemm: Any) -> Any:
 
 
 LINEARS = [
-    one_layer(op, 3, dtype=dtype, schedule=Schedule(lanes=2, chunks=3), rounded=rounded)
-    for op in ("all_gather_linear", "linear_reduce_scatter")
+    one_layer(op, 3, dtype=dtype, schedule=Schedule(lanes=2, chunks=3))
+    for op in BITS_OF_TORCH
     for dtype in (torch.float32, torch.bfloat16)
-    for rounded in (True, False)
 ]
 SHARDED = [one_layer("sharded_linear", 3, rounded=False)]
 ATTENTION = [one_layer("attention_linear_reduce_scatter", 3)]

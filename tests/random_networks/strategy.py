@@ -12,6 +12,7 @@ from commfuse_npu.plan import Schedule
 from tests.attention_masks import MASKS
 from tests.random_networks.case import (
     ATTENTION,
+    BITS_OF_TORCH,
     FROM_SHARD,
     FROM_WHOLE,
     HEAD_FEATURES,
@@ -63,7 +64,7 @@ def _schedules(draw: st.DrawFn, size: int, lanes: int, linear: bool = False) -> 
         return replace(schedule, shape="two_level", node_size=draw(st.sampled_from(nodes)))
     if shape == "collective":
         return replace(schedule, shape=shape, lanes=1)
-    return replace(schedule, causal=draw(_often()))
+    return schedule if linear else replace(schedule, causal=draw(_often()))
 
 
 @st.composite
@@ -113,9 +114,10 @@ def _layers(
     if op == "sharded_linear":
         return layer
     if op in _TENSOR_PARALLEL:
-        # With rounding Megatron's order gives the bits of whole GEMMs, not of the same pieces.
-        least = None if rounded else draw(st.sampled_from((None, None, 1)))
-        wgrad = draw(st.sampled_from(("whole", "blocks")))
+        least = draw(st.sampled_from((None, None, 1)))
+        # Blocks are added in another order.
+        whole = rounded and op in BITS_OF_TORCH
+        wgrad = "whole" if whole else draw(st.sampled_from(("whole", "blocks")))
         layer = replace(layer, wgrad=wgrad, collectives_from=least)
     if layer.weight_grad and draw(_often()):
         main_grad = draw(st.sampled_from(_DTYPES))

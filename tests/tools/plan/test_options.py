@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 
 from commfuse_npu.tools.plan.forms import plan_launch
-from commfuse_npu.tools.plan.launch import (
-    AskedLaunch,
-    NotSimulated,
-    form_of,
-    training_of,
-)
+from commfuse_npu.tools.plan.launch import AskedLaunch, NotSimulated, training_of
 from commfuse_npu.tools.plan.obstacles import obstacles
 from tests.tools.plan.launches import (
     EXPERTS,
@@ -72,10 +67,6 @@ def paired(launch: AskedLaunch) -> tuple[str, float | None]:
 def places(launch: AskedLaunch) -> list[dict[str, float]]:
     """The layers of every chunk."""
     return list(training_of(launch).places)
-
-
-def form(launch: AskedLaunch) -> str:
-    return form_of(launch.options).name
 
 
 def chunks(launch: AskedLaunch) -> int:
@@ -170,16 +161,6 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{FULL} block --recompute-num-layers 1 {EACH} --enable-recompute-layers-per-pp-rank":
             {1 / 2},
         f"{FOUR_16} {PP} --recompute-granularity selective": {0},
-    }),
-    (form, {
-        FOUR: "megatron",
-        f"{FOUR} --use-ascend-mc2": "mc2",
-        f"{FOUR} --use-ascend-coc": "megatron",  # one slice, MindSpeed's default
-        f"{FOUR} --use-ascend-coc --coc-parallel-num 4": "coc-4",
-        f"{FOUR} --use-ascend-coc --coc-fused-kernel": "coc-fused",
-        f"{FOUR} --commfuse-fb-overlap": "commfuse-fb",
-        # Its transfers are inside of MC2's kernels.
-        f"{FOUR} --use-ascend-mc2 --commfuse-fb-overlap": "mc2",
     }),
     (chunks, {"--config": 2, "--config --commfuse-tuning on": 1}),
 ]  # fmt: skip
@@ -287,7 +268,6 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
             ("Nothing to add: no forward-backward overlap (no tensor, expert or context "
              "parallelism, so nothing to hide), no fused layers (--tensor-model-parallel-size 1: ",
              "a group of one transfers nothing; "),
-        f"{FOUR} --global-batch-size 2": ("Add --use-ascend-mc2",),
         # Short blocks: nothing would be fused.
         f"{WIDE} --global-batch-size 1": ("Nothing to add: no forward-backward overlap (one micro-",
                                           "a group of 16"),
