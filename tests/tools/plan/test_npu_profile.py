@@ -84,7 +84,7 @@ Step,Computing,Communication(Not Overlapped),Overlapped,Communication,Free,Stage
 """
 
 
-def test_without_transfers_among_the_kernels_the_step_trace_counts(tmp_path: Path, capsys) -> None:
+def test_the_step_trace_counts_if_no_kernel_is_a_transfer(tmp_path: Path, capsys) -> None:
     """Of 5 ms of computing, 3.5 ms run beside a transfer already."""
     output = written(tmp_path, 0, STEP[:1])
     (output / "step_trace_time.csv").write_text(STEP_TRACE)

@@ -257,8 +257,6 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
             ("latent attention with context",),
     }),
     (verdict, {
-        f"{MANY} {PP} --seq-length 8192 --global-batch-size 512":
-            ("Add --commfuse-fb-overlap --commfuse-fb-overlap-memory",),
         f"{MANY} {EXPERTS}": ("Add --commfuse-fb-overlap", "16 ranks of experts"),
         f"{MANY} --full-attention-interval 4": ("Add ", "as if every layer had full attention"),
         f"{MANY} --tp-2d": ("Add ", "--tp-2d: linear layers cut in two dimensions"),
