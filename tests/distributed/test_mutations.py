@@ -20,7 +20,13 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime import transport
 from tests.distributed.programs import change_programs, new_link
 from tests.limits import BRIEF
-from tests.random_networks.case import Bucket, BucketRun, Case, one_layer
+from tests.random_networks.case import (
+    BITS_OF_TORCH,
+    Bucket,
+    BucketRun,
+    Case,
+    one_layer,
+)
 from tests.random_networks.compare import complaints
 
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -50,10 +56,9 @@ def scaled_a_little(gemm: Any) -> Any:
 
 
 LINEARS = [
-    one_layer(op, 3, dtype=dtype, schedule=Schedule(lanes=2, chunks=3), rounded=rounded)
-    for op in ("all_gather_linear", "linear_reduce_scatter")
+    one_layer(op, 3, dtype=dtype, schedule=Schedule(lanes=2, chunks=3))
+    for op in BITS_OF_TORCH
     for dtype in (torch.float32, torch.bfloat16)
-    for rounded in (True, False)
 ]
 ATTENTION = [one_layer("attention_linear_reduce_scatter", 3)]
 AVERAGES = [BucketRun(3, (Bucket(8, average=True),), lanes=2)]

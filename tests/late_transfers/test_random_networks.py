@@ -14,13 +14,14 @@ from tests.late_transfers.device import device
 from tests.random_networks.campaign import campaign
 from tests.random_networks.case import Case, Layer, Network
 from tests.random_networks.compare import at_rest, differences, quiet, run_case
+from tests.random_networks.values import round_once
 
 
 def complaints(rank: int, case: Case) -> list[str]:
     """Differences from the plain form in a bit, and races."""
     case = replace(case, batched=True)
     link = transport(case.batched, case.lanes)
-    with quiet():
+    with quiet(), round_once():
         with device() as mock:
             ours = run_case(case, "fused")
         at_rest(link)

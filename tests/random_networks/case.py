@@ -2,8 +2,8 @@
 
 A case holds numbers and options only; each rank draws its tensors from the seed.  Values are
 integers so small that every sum is exact in any order: results of the fused op and of its formula
-have to be equal bit for bit.  With ``rounded`` values, and for attention, results have to equal
-those of the plain form that is cut into the same pieces.
+have to be equal bit for bit.  For ``rounded`` values this holds for :data:`BITS_OF_TORCH`; other
+ops, and attention always, have to equal the plain form that is cut into the same pieces.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -31,6 +31,10 @@ WITH_PROJECTION = "attention_all_to_all with a weight"
 ATTENTION = ("attention_linear_reduce_scatter", "attention_all_to_all", WITH_PROJECTION)
 FROM_WHOLE = ("linear_reduce_scatter", "all_to_all_linear", *ATTENTION, "linear_all_reduce")
 """Ops whose input on a rank has all rows of the sequence."""
+
+BITS_OF_TORCH = ("all_gather_linear", "linear_reduce_scatter")
+"""Ops with the bits of torch's collectives and one GEMM over all rows, where a part of it rounds as
+the whole does: see :func:`tests.random_networks.values.round_once`."""
 
 LANES = 4
 """Lanes of the ranks; a case uses the first ``lanes`` of them."""

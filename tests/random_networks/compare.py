@@ -12,7 +12,7 @@ from tests.distributed.programs import transport
 from tests.random_networks.bucket_run import run_buckets
 from tests.random_networks.case import BucketRun, Case, Form, Network
 from tests.random_networks.network_run import run_network
-from tests.random_networks.values import Found
+from tests.random_networks.values import Found, round_once
 
 
 def run_case(case: Case, form: Form, link: Transport | None = None) -> Found:
@@ -66,7 +66,7 @@ def complaints(rank: int, case: Case, link: Transport | None = None) -> list[str
     Raises:
         RuntimeError: a transfer is still pending, so these processes cannot be used any more.
     """
-    with quiet():
+    with quiet(), round_once():
         ours = run_case(case, "fused", link)
         at_rest(link or transport(case.batched, case.lanes))
         messages = differences(ours, run_case(case, "plain", link))

@@ -16,6 +16,7 @@ from tests.distributed.programs import transport
 from tests.random_networks import formulas
 from tests.random_networks.case import (
     ATTENTION,
+    BITS_OF_TORCH,
     FROM_SHARD,
     HEAD_FEATURES,
     WITH_PROJECTION,
@@ -47,7 +48,8 @@ class Call:
     ) -> None:
         self.case, self.layer, self.name = case, case.layers[place], f"layer {place}"
         self.form, self.link = form, link or transport(case.batched, case.lanes)
-        whole = not case.rounded and self.layer.op not in ATTENTION
+        exact = not case.rounded and self.layer.op not in ATTENTION
+        whole = exact or self.layer.op in BITS_OF_TORCH
         self.by_formula = form == "exact" or (form == "plain" and whole)
         self.weight, self.bias = self._parameters()
         self.keywords = self._keywords()

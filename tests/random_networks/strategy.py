@@ -62,7 +62,7 @@ def _schedules(draw: st.DrawFn, size: int, lanes: int, linear: bool = False) -> 
         return replace(schedule, shape="two_level", node_size=draw(st.sampled_from(nodes)))
     if shape == "collective":
         return replace(schedule, shape=shape, lanes=1)
-    return replace(schedule, causal=draw(_often()))
+    return schedule if linear else replace(schedule, causal=draw(_often()))
 
 
 @st.composite
@@ -110,8 +110,7 @@ def _layers(
     if dtype != torch.float32:
         layer = replace(layer, wide=draw(st.booleans()))
     if op in _TENSOR_PARALLEL:
-        # With rounding Megatron's order gives the bits of whole GEMMs, not of the same pieces.
-        least = None if rounded else draw(st.sampled_from((None, None, 1)))
+        least = draw(st.sampled_from((None, None, 1)))
         layer = replace(layer, collectives_from=least)
     if layer.weight_grad and draw(_often()):
         main_grad = draw(st.sampled_from(_DTYPES))

@@ -5,9 +5,13 @@ exact in its dtype for any number of layers.
 """
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 
+from commfuse_npu.kernels import cpu
 from tests.random_networks.case import Layout
 
 Found = dict[str, torch.Tensor | None]
@@ -22,6 +26,24 @@ def drawn(
     if rounded:
         return torch.randn(shape, generator=generator).to(dtype)
     return torch.randint(-1, 2, shape, generator=generator).to(dtype)
+
+
+@contextmanager
+def round_once() -> Iterator[None]:
+    """Let the product's GEMMs round each element once, from fp64.
+
+    How a GEMM library rounds a part of the rows or columns depends on the processor and the shape.
+    Rounded once, a part has the bits of the whole, and differences come from sums and transfers.
+    """
+    gemm = cpu.gemm_into
+
+    def rounded(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        wide = out.double()
+        gemm(wide, a.double(), b.double())
+        out.copy_(wide)
+
+    with mock.patch.object(cpu, "gemm_into", rounded):
+        yield
 
 
 def laid_out(x: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -6,16 +6,18 @@ from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.plan import PlanError
+from commfuse_npu.tools.launch_script.short_run import PEERS
 from commfuse_npu.tools.model_config import problems
 from commfuse_npu.tools.plan.launch import (
     AskedLaunch,
     NotSimulated,
+    form_of,
     in_use,
     roughly,
     size_of,
     training_of,
 )
-from commfuse_npu.tools.plan.obstacles import INSIDE_KERNELS, Judged, Obstacles, obstacles
+from commfuse_npu.tools.plan.obstacles import Judged, Obstacles, obstacles
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
@@ -24,6 +26,12 @@ from commfuse_npu.tools.simulate.variants import forms as simulated_forms
 from commfuse_npu.tools.terminal import table_row
 
 _FUSED = "fused layers"
+_EXCLUSIVE = {
+    *("--use-ascend-coc", "--coc-fused-kernel", "--use-ascend-mc2"),
+    *("--use-commfuse", "--commfuse-fb-overlap", "--commfuse-fb-overlap-memory"),
+}
+"""Options that choose a form.  Transfers inside of CoC's and MC2's operators leave nothing to
+overlap, and MindSpeed refuses CoC with MC2."""
 _LEGEND = (
     "Time and memory (of the fullest rank, with the buffers of transfers and communicators): "
     "simulated at typical figures. Forward-backward overlap includes the micro-batches without a "
@@ -35,15 +43,17 @@ class Form(NamedTuple):
     """One way to run a launch.
 
     Attributes:
-        flags: the options to add for it; empty for Megatron's own order.
+        flags: the options that it needs; empty for Megatron's own order.
+        without: options of the launch that it has to be launched without.
         seconds: of a step; ``None`` if not simulated.
         mebibytes: of the fullest rank; ``None`` if not simulated.
         obstacle: why it cannot be launched, and a way out; empty if nothing known prevents it.
-        used: whether the launch has the flags already.
+        used: whether the launch runs in it, and not in Megatron's order.
     """
 
     name: str
     flags: str
+    without: str
     seconds: float | None
     mebibytes: float | None
     obstacle: str = ""
@@ -74,34 +84,39 @@ class LaunchPlan(NamedTuple):
     def best(self) -> Form | None:
         """The fastest form that can be launched; if none is simulated, CommFuse's first.
 
-        Then fused layers count only if at least one layer is fused.
+        Then fused layers count only if at least one layer is fused, and no form that another one
+        has to make room for.
         """
         possible = [form for form in self.forms if not form.obstacle]
         timed = [form for form in possible if form.seconds is not None]
         if timed:
             return min(timed, key=lambda form: form.seconds or 0.0)
         fuses = not all(layer.reason for layer in self.layers)
-        ours = (form for form in possible if form.flags and (form.name != _FUSED or fuses))
-        return next(ours, None)
+        addable = (form for form in possible if form.flags and not form.without)
+        return next((form for form in addable if form.name != _FUSED or fuses), None)
 
     @property
     def verdict(self) -> str:
         if self.problems:
             return f"As it is, the launch would fail at its start: {self.problems[0]}"
         best = self.best
-        if best is None or not best.flags or best.used:
+        present = next((form for form in self.forms if form.used), self.forms[0])
+        if best is None or best.used or not (best.flags or best.without):
             why = [f"{form.name} is in use" for form in self.forms if form.used]
             why += [f"no {form.name} ({form.obstacle})" for form in self.forms if form.obstacle]
             return f"Nothing to add: {', '.join(why) or 'this order is the fastest'}."
-        megatron = self.forms[0]
-        if best.seconds is None or megatron.seconds is None:
-            return f"Add {best.flags}: {best.name}. The gain is not known."
+        add = f"add {best.flags}" if best.flags else ""
+        leave_out = f"leave {best.without} out" if best.without else ""
+        change = " and ".join(filter(None, (leave_out, add)))
+        change = change[0].upper() + change[1:]
+        if best.seconds is None or present.seconds is None:
+            return f"{change}: {best.name}. The gain is not known."
+        now = f"with {present.name}, as now" if present.used else "in Megatron's order"
         summary = (
-            f"Add {best.flags}: with {best.name} a step takes "
-            f"{1 - best.seconds / megatron.seconds:.1%} less time than in Megatron's order "
-            f"(simulated, {self.hardware}, typical figures)."
+            f"{change}: with {best.name} a step takes {1 - best.seconds / present.seconds:.1%} "
+            f"less time than {now} (simulated, {self.hardware}, typical figures)."
         )
-        if (megatron.mebibytes or 0.0) <= self.usable < (most := best.mebibytes or 0.0):
+        if (present.mebibytes or 0.0) <= self.usable < (most := best.mebibytes or 0.0):
             needs = f"{most:,.0f} MiB, and {self.usable:,.0f} MiB of an NPU are usable"
             summary += f" It may run out of memory: it needs {needs}."
         return summary
@@ -115,7 +130,9 @@ class LaunchPlan(NamedTuple):
         for form in self.forms:
             time = "-" if form.seconds is None else f"{1e3 * form.seconds:,.0f}"
             memory = "-" if form.mebibytes is None else f"{form.mebibytes:,.0f}"
-            flags = f"`{form.flags}`" if form.flags else "-"
+            with_flags = f"`{form.flags}`" if form.flags else ""
+            without = f"without `{form.without}`" if form.without else ""
+            flags = ", ".join(filter(None, (with_flags, without))) or "-"
             name = form.name + " (in use)" * form.used
             lines.append(table_row([name, time, memory, flags, form.obstacle or "-"]))
         lines += ["", _LEGEND]
@@ -138,8 +155,8 @@ def _costs(
     """Seconds of a step and MiB at typical figures, by form.
 
     Returns:
-        By title: :data:`FORMS`, with CoC only in its fastest number of slices, and :data:`_FUSED`
-        as ``--use-commfuse`` would run it.
+        By title: :data:`FORMS`, with CoC only in its fastest number of slices and in that of the
+        launch, and :data:`_FUSED` as ``--use-commfuse`` would run it.
 
     Raises:
         PlanError: the options form no valid schedule.
@@ -158,7 +175,7 @@ def _costs(
     return {
         titles[form.name]: (time, footprint(training, form, hardware).total / 2**20)
         for form, time in seconds.items()
-        if form not in slower
+        if form not in slower or form == form_of(launch.options)
     }
 
 
@@ -169,21 +186,24 @@ def _forms(
     virtual = any(name.startswith("--num-") and "virtual" in name for name in options.names)
     stages = launch.config.pipeline_model_parallel_size
     (megatron, _), (overlap, flags) = FORMS[MEGATRON], FORMS[FB_OVERLAP]
+    if stages > 1 and not virtual:
+        flags += " --commfuse-fb-overlap-memory"
     rows = {
         megatron: ("", ""),
-        overlap: (flags + " --commfuse-fb-overlap-memory" * (stages > 1 and not virtual),
-                  against.overlap),
+        overlap: (flags, against.overlap),
         _FUSED: ("--use-commfuse", against.fused),
-    }  # fmt: skip
-    for title, flags in FORMS.values():
-        others = (name for name in INSIDE_KERNELS if name in options and name not in flags)
-        together = "MindSpeed refuses CoC and MC2 together; leave it out"
-        if title in costs:
-            rows.setdefault(title, (flags, "; ".join(f"{name}: {together}" for name in others)))
+    }
+    rows |= {title: (flags, "") for title, flags in FORMS.values() if title in {*costs} - {*rows}}
+    running, _ = FORMS[form_of(options)]
+    if running == megatron and "--use-commfuse" in options:
+        running = _FUSED
     for title, (flags, obstacle) in rows.items():
         seconds, mebibytes = costs.get(title, (None, None))
-        used = bool(flags) and in_use(options, flags)
-        yield Form(title, flags, seconds, mebibytes, obstacle, used)
+        used = bool(flags) and title == running and in_use(options, flags)
+        # A launch can have both: pairs of micro-batches then take the place of fused layers.
+        kept = {*flags.split(), *(["--use-commfuse"] if title == overlap else [])}
+        without = " ".join(sorted(_EXCLUSIVE.intersection(options.names) - kept))
+        yield Form(title, flags, without, seconds, mebibytes, obstacle, used)
 
 
 def _layout(launch: AskedLaunch) -> str:
@@ -207,13 +227,20 @@ def _problems(launch: AskedLaunch) -> list[str]:
     return [line for line in problems(launch.config) if not line.startswith(may)]
 
 
+def _without_peers(launch: AskedLaunch) -> AskedLaunch:
+    """The launch without the overlaps that CommFuse would take the place of."""
+    options = launch.options.copy()
+    options.drop(*PEERS)
+    return replace(launch, command=replace(launch.command, options=options))
+
+
 def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
     """Compare the forms in which a launch can run.
 
     Raises:
         PlanError: the options form no valid schedule.
     """
-    against, wrong = obstacles(launch), _problems(launch)
+    against, wrong = obstacles(_without_peers(launch)), _problems(launch)
     ordered = launch.command.environment.get("HCCL_DETERMINISTIC", "").lower()
     if ordered in ("true", "strict") or "--npu-deterministic" in launch.options:
         hardware = replace(hardware, deterministic=True)

@@ -28,12 +28,6 @@ from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import AskedLaunch, model_chunks, size_of
 
-INSIDE_KERNELS = {
-    "--use-ascend-coc": "its transfers are inside of CoC's operators",
-    "--use-ascend-mc2": "its transfers are inside of MC2's kernels",
-}
-"""Flags of other overlaps, which leave nothing for forward-backward overlap."""
-
 
 class Obstacles(NamedTuple):
     """What prevents CommFuse in a launch; texts read ``option: why; way out``.
@@ -141,11 +135,7 @@ def _overlap(launch: AskedLaunch) -> tuple[str, float | None]:
     if max(*sizes, size_of(options, "expert-model")) == 1:
         return "no tensor, expert or context parallelism, so nothing to hide", None
     paired, unpaired = _paired(options, config)
-    against = [
-        f"{name}: {why}; leave it out" for name, why in INSIDE_KERNELS.items() if name in options
-    ]
-    against += _refused("--commfuse-fb-overlap", options)
-    return "; ".join(against) or unpaired, paired
+    return "; ".join(_refused("--commfuse-fb-overlap", options)) or unpaired, paired
 
 
 def _paired(options: Options, config: ModelConfig) -> tuple[float | None, str]:

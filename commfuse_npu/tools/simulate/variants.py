@@ -94,13 +94,14 @@ FORMS = {
     form: (title, form.flags or "")
     for form, title in (
         (MEGATRON, "Megatron's order"),
+        (FB_OVERLAP, "forward-backward overlap"),
         *((form, f"CoC in {form.way} slices") for form in COC),
         (COC_FUSED, "CoC's kernel"),
         (MC2, "MC2"),
-        (FB_OVERLAP, "forward-backward overlap"),
     )
 }
-"""The forms besides fused layers that can be launched: description and flags."""
+"""The forms besides fused layers that can be launched: description and flags.  Of a launch with
+the flags of several, the last one is what runs."""
 
 
 def fused(schedule: Schedule, collectives_from: int | None = None) -> Variant:

@@ -78,6 +78,25 @@ def test_what_is_exposed_and_whose_it_is(
     assert expected.items() <= step.items()
 
 
+STEP_TRACE = """\
+Step,Computing,Communication(Not Overlapped),Overlapped,Communication,Free,Stage,Bubble
+13,5000.0,2500.0,3500.0,6000.0,250.0,7250.0,500.0
+"""
+
+
+def test_the_step_trace_counts_if_no_kernel_is_a_transfer(tmp_path: Path, capsys) -> None:
+    """Of 5 ms of computing, 3.5 ms run beside a transfer already."""
+    output = written(tmp_path, 0, STEP[:1])
+    (output / "step_trace_time.csv").write_text(STEP_TRACE)
+    (step,) = answer(tmp_path, "plan", str(output))
+    assert step == {
+        "rank": "0", "step": "13", "length": 7.75, "computing": 5.0, "communication": 6.0,
+        "exposed": 2.5, "parts": {"not named": 2.5}, "source": "step_trace_time.csv",
+        "bounds": {"--commfuse-fb-overlap": 1.5, "--use-commfuse": 1.5},
+    }  # fmt: skip
+    assert "rank 0: kernel_details.csv has no transfers" in capsys.readouterr().out
+
+
 def test_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, 2, [sent("tp", 0, 0.0, 4.0)])
     written(tmp_path, 10, STEP)
@@ -90,24 +109,34 @@ def test_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ]
 
 
+KERNELS = "kernel_details.csv"
+
+
 @pytest.mark.parametrize(
-    ("file", "content", "said"),
+    ("files", "said"),
     [
-        ("../profiler_metadata.json", "{", "_ascend_pt cannot be evaluated: JSONDecodeError: "),
-        ("kernel_details.csv", HEAD, "kernel_details.csv holds no kernel"),
-        ("kernel_details.csv", "Step Id,Name\n13,a\n",
+        ({"../profiler_metadata.json": "{"}, "_ascend_pt cannot be evaluated: JSONDecodeError: "),
+        ({KERNELS: HEAD}, "kernel_details.csv holds no kernel"),
+        ({KERNELS: "Step Id,Name\n13,a\n"},
          "_ascend_pt cannot be evaluated: KeyError: 'Accelerator Core'; record it with"),
-        ("kernel_details.csv", None, "kernel_details.csv'; record it with"),
-        (".", None, "has no *_ascend_pt with ASCEND_PROFILER_OUTPUT in it; record it with"),
+        ({KERNELS: f"{HEAD}\n13,a,AI_CORE,0,1\n"},
+         "kernel_details.csv has no transfers, and there is no step_trace_time.csv; record it"),
+        ({KERNELS: None}, "has no kernel_details.csv; record it with"),
+        ({KERNELS: None, "a.db": ""},
+         "no kernel_details.csv, but a.db: exported as db, which is not read; call torch_npu.prof"),
+        ({".": None}, "has no *_ascend_pt with ASCEND_PROFILER_OUTPUT in it; record it with"),
+        ({"../PROF_1": "", ".": None},
+         "_ascend_pt is not analyzed yet; call torch_npu.profiler.profiler.analyse('"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named(
-    tmp_path, file: str, content: str | None, said: str, capsys
+    tmp_path: Path, files: dict[str, str | None], said: str, capsys
 ) -> None:
-    path = written(tmp_path, 0, STEP) / file
-    if content is None:
-        path.rename(tmp_path / "elsewhere")
-    else:
-        path.write_text(content)
+    output = written(tmp_path, 0, STEP)
+    for file, content in files.items():
+        if content is None:
+            (output / file).rename(tmp_path / "elsewhere")
+        else:
+            (output / file).write_text(content)
     assert cli.main(["plan", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err

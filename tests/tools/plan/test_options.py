@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 
 from commfuse_npu.tools.plan.forms import plan_launch
-from commfuse_npu.tools.plan.launch import (
-    AskedLaunch,
-    NotSimulated,
-    form_of,
-    training_of,
-)
+from commfuse_npu.tools.plan.launch import AskedLaunch, NotSimulated, training_of
 from commfuse_npu.tools.plan.obstacles import obstacles
 from tests.tools.plan.launches import (
     EXPERTS,
@@ -72,10 +67,6 @@ def paired(launch: AskedLaunch) -> tuple[str, float | None]:
 def places(launch: AskedLaunch) -> list[dict[str, float]]:
     """The layers of every chunk."""
     return list(training_of(launch).places)
-
-
-def form(launch: AskedLaunch) -> str:
-    return form_of(launch.options).name
 
 
 def chunks(launch: AskedLaunch) -> int:
@@ -139,8 +130,6 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
     (paired, {
         f"{FOUR} --global-batch-size 16": ("", 7 / 8),
         f"{FOUR} --global-batch-size 2": ("one micro-batch has no partner", 0.0),
-        f"{FOUR_16} --use-ascend-coc":
-            ("--use-ascend-coc: its transfers are inside of CoC's operators; leave it out", 7 / 8),
         f"{FOUR_16} --stage dpo": ("--stage dpo: it has a pipeline schedule of its own; leave "
                                    "--commfuse-fb-overlap out", 7 / 8),
         f"{FOUR} {PP} --global-batch-size 8": ("", 5 / 8),
@@ -172,14 +161,6 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{FULL} block --recompute-num-layers 1 {EACH} --enable-recompute-layers-per-pp-rank":
             {1 / 2},
         f"{FOUR_16} {PP} --recompute-granularity selective": {0},
-    }),
-    (form, {
-        FOUR: "megatron",
-        f"{FOUR} --use-ascend-mc2": "mc2",
-        f"{FOUR} --use-ascend-coc": "megatron",  # one slice, MindSpeed's default
-        f"{FOUR} --use-ascend-coc --coc-parallel-num 4": "coc-4",
-        f"{FOUR} --use-ascend-coc --coc-fused-kernel": "coc-fused",
-        f"{FOUR} --commfuse-fb-overlap": "commfuse-fb",
     }),
     (chunks, {"--config": 2, "--config --commfuse-tuning on": 1}),
 ]  # fmt: skip
@@ -279,8 +260,6 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
             ("latent attention with context",),
     }),
     (verdict, {
-        f"{MANY} {PP} --seq-length 8192 --global-batch-size 512":
-            ("Add --commfuse-fb-overlap --commfuse-fb-overlap-memory",),
         f"{MANY} {EXPERTS}": ("Add --commfuse-fb-overlap", "16 ranks of experts"),
         f"{MANY} --full-attention-interval 4": ("Add ", "as if every layer had full attention"),
         f"{MANY} --tp-2d": ("Add ", "--tp-2d: linear layers cut in two dimensions"),
@@ -290,7 +269,6 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
             ("Nothing to add: no forward-backward overlap (no tensor, expert or context "
              "parallelism, so nothing to hide), no fused layers (--tensor-model-parallel-size 1: ",
              "a group of one transfers nothing; "),
-        f"{FOUR} --global-batch-size 2": ("Add --use-ascend-mc2",),
         # Short blocks: nothing would be fused.
         f"{WIDE} --global-batch-size 1": ("Nothing to add: no forward-backward overlap (one micro-",
                                           "a group of 16"),
