@@ -194,10 +194,11 @@ def _without_training(script: Path, reading: Reading, not_run: Sequence[Record])
         )
     called = [f"{record}"[:80] for record in not_run]
     lines = reading.printed.decode("utf-8", "replace").strip().splitlines()
-    *_, last = [line for line in lines if "_commfuse" not in line] or ["nothing"]
+    *_, last = [line for line in lines if "_commfuse" not in line] or ["nothing"]  # of set -x
+    shown = "".join(filter(str.isprintable, last))[:200]
     return (
         f"{script} starts no pretraining: it ended with code {reading.code}, started "
-        f"{', '.join(called) or 'nothing'}, and printed last: {last[:200]}; set the "
+        f"{', '.join(called) or 'nothing'}, and printed last: {shown}; set the "
         "variables that it asks for, or give the command line of torchrun after --"
     )
 

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 from select import select
 
-from commfuse_npu.tools.launch_script.sealed import start_sealed
+from commfuse_npu.tools.launch_script.sealed import filter_here, start_sealed
 from commfuse_npu.tools.launch_script.stand_ins import (
     RUNAWAY,
     Answer,
@@ -71,6 +71,7 @@ def read_script(
     Raises:
         UsageError: there is no bash, or no filter of system calls.
     """
+    steps = filter_here()
     reading = Reading()
     output_end, script_end = os.pipe()
     reports, low = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -88,6 +89,7 @@ def read_script(
             variables = write_stand_ins(Path(name), answer, own, high.fileno())
             process = start_sealed(
                 ["bash", *script],
+                steps,
                 folder=folder,
                 environment={**environ, **variables},
                 output=script_end,
@@ -125,7 +127,10 @@ def _follow(
             message = reports.recv(_LARGEST_RECORD)
             if not message:
                 return ""
-            record = read_record(message, programs)
+            try:
+                record = read_record(message, programs)
+            except ValueError:  # the script itself wrote to this descriptor
+                continue
             reading.records.append(record)
             count = len(reading.records)
             repeats = sum(record.words == known.words for known in reading.records)

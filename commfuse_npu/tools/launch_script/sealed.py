@@ -43,7 +43,7 @@ pipe 22 -; pipe2 293 59; stat 4 -; fstat 5 80; lstat 6 -; newfstatat 262 79; sta
 statfs 137 43; fstatfs 138 44; access 21 -; faccessat 269 48; faccessat2 439 439; readlink 89 -;
 readlinkat 267 78; getdents 78 -; getdents64 217 61; getcwd 79 17; chdir 80 49; fchdir 81 50;
 getxattr 191 8; lgetxattr 192 9; fgetxattr 193 10; listxattr 194 11; llistxattr 195 12;
-flistxattr 196 13; fadvise64 221 223; umask 95 166; poll 7 -; ppoll 271 73; select 23 -;
+flistxattr 196 13; umask 95 166; poll 7 -; ppoll 271 73; select 23 -;
 pselect6 270 72; epoll_create 213 -; epoll_create1 291 20; epoll_ctl 233 21; epoll_wait 232 -;
 epoll_pwait 281 22; eventfd 284 -; eventfd2 290 19; signalfd 282 -; signalfd4 289 74;
 timerfd_create 283 85; timerfd_settime 286 86; timerfd_gettime 287 87; timer_create 222 107;
@@ -94,8 +94,8 @@ prlimit64 302 261
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0o20000000
 """Flags of ``open``; the last one is ``__O_TMPFILE``."""
-_FCNTL_OF_A_DESCRIPTOR = (0, 1, 2, 3, 4, 1030, 1031, 1032)
-"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_SETPIPE_SZ, F_GETPIPE_SZ."""
+_FCNTL_OF_A_DESCRIPTOR = (0, 1, 2, 3, 4, 1030, 1032)
+"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ."""
 _FCNTL_LOCKS = (6, 7, 37, 38)
 """F_SETLK, F_SETLKW and those of open file descriptions."""
 _IOCTL_QUERIES = (0x5401, 0x5413, 0x540F, 0x541B, 0x5450, 0x5451)
@@ -195,27 +195,36 @@ class _FilterProgram(ctypes.Structure):
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, _PR_SET_NO_NEW_PRIVS = 22, 2, 38
 
 
+def filter_here() -> bytes:
+    """The filter for this machine.
+
+    Raises:
+        UsageError: there is none.
+    """
+    machine = platform.machine()
+    if not sys.platform.startswith("linux") or machine not in AUDIT_MACHINES:
+        raise UsageError(_elsewhere(f"this is {sys.platform} on {machine}"))
+    return program(machine)
+
+
 def start_sealed(
     command: Sequence[str],
+    steps: bytes,
     *,
     folder: Path,
     environment: Mapping[str, str],
     output: int,
     keep: int,
 ) -> subprocess.Popen[bytes]:
-    """Start a command, sealed, in a folder, as the leader of a process group.
+    """Start a command behind a filter, as the leader of a process group.
 
     Args:
         output: descriptor of its standard output and error.
         keep: descriptor that it inherits besides.
 
     Raises:
-        UsageError: this system has no such filters.
+        UsageError: the kernel has no such filters.
     """
-    machine = platform.machine()
-    if not sys.platform.startswith("linux") or machine not in AUDIT_MACHINES:
-        raise UsageError(_elsewhere(f"here are {sys.platform} and {machine}"))
-    steps = program(machine)
     filtered = _FilterProgram(len(steps) // 8, steps)
     prctl = ctypes.CDLL(None).prctl
     prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
@@ -224,13 +233,11 @@ def start_sealed(
         die_with_parent()
         # The kernel itself would write a core file.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        settings = (
-            (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
-            (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(filtered), 0, 0),
+        refused = prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or prctl(
+            _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(filtered), 0, 0
         )
-        for setting in settings:
-            if prctl(*setting):
-                raise OSError
+        if refused:
+            raise OSError
 
     with open(os.devnull, "r+b") as nothing:
         try:
@@ -246,11 +253,11 @@ def start_sealed(
                 preexec_fn=seal,
             )
         except subprocess.SubprocessError as error:
-            raise UsageError(_elsewhere("the kernel refused the filter")) from error
+            raise UsageError(_elsewhere("the kernel refuses it")) from error
 
 
 def _elsewhere(why: str) -> str:
     return (
-        "a script is read behind a filter of system calls, which Linux on x86_64 or aarch64 has "
+        "a script is read behind a filter of system calls, for Linux on x86_64 and aarch64 "
         f"({why}); give the command line of torchrun after --"
     )

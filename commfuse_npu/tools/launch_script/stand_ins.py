@@ -8,7 +8,6 @@ A Python that is called by its path is recorded, too: ``PYTHONHOME`` is a folder
 ``encodings``, the first module that any Python imports, is the recorder.
 """
 
-import ast
 import os
 import re
 import shlex
@@ -30,12 +29,12 @@ _REAL = (
     *("hostname", "whoami", "nproc", "wc", "sed", "awk", "gawk", "mawk", "grep", "egrep", "fgrep"),
     *("cut", "tr", "head", "tail", "seq", "sort", "uniq", "expr", "uname", "arch", "id", "ls"),
     *("stat", "find", "xargs", "which", "test", "true", "false", "getopt", "tac", "rev", "paste"),
-    *("comm", "diff", "mkdir", "rmdir", "rm", "mv", "ln", "touch", "chmod", "chown", "mktemp"),
+    *("comm", "diff", "rmdir", "rm", "mv", "ln", "touch", "chmod", "chown", "mktemp"),
 )
 _RECORDED = ("torchrun", "python", "python3", f"python3.{sys.version_info.minor}", "sleep")
 _PREFIXES = (
     *("nohup", "setsid", "timeout", "stdbuf", "numactl", "taskset", "nice", "ionice", "chrt"),
-    *("env", "sudo", "time", "script", "flock", "unbuffer", "conda", "mamba", "micromamba"),
+    *("env", "sudo", "su", "time", "script", "flock", "unbuffer", "conda", "mamba", "micromamba"),
 )
 _SYSTEM = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -94,6 +93,8 @@ start "$@"
 """
 _PROGRAMS = {
     "sh": '#!/bin/sh\nexec bash "$@"\n',
+    # mkdir would look for the folder, and cp would read all that it copies.
+    **dict.fromkeys(("mkdir", "cp"), "#!/bin/sh\n"),
     # The seal makes the file of tee its standard input.
     "tee": "#!/bin/sh\nexec cat\n",
     **dict.fromkeys(_RECORDED, '#!/bin/sh\nexec @record "${0##*/}" "$@"\n'),
@@ -114,17 +115,21 @@ def read(path):
 
 words = read("/proc/self/cmdline").split(b"\\0")[:-1]
 environment = dict(posix.environ)
-if words[1] == @mark:
+if words[1:2] == [@mark]:
     words = words[2:]
 if words[1:3] == [b"-m", @own_reader]:
     del environment[b"PYTHONHOME"]
     posix.execve(@python, [@python, b"-B", *words[1:]], environment)
 output = posix.fstat(1)
 used = output.st_mode & 0o170000 == 0o010000 and output.st_ino != @output
+report = [b"%d" % used, posix.getcwdb(), b"%d" % len(words), *words]
+variables = [name + b"=" + value for name, value in environment.items()]
+try:
+    posix.write(@report, b"\\0".join(report + variables))
+except OSError:  # more than a message holds
+    posix.write(@report, b"\\0".join(report))
 if used:
     posix.write(1, @answer)
-report = words, posix.getcwdb(), environment, used
-posix.write(@report, repr(report).encode())
 starts = words[0] in (b"sleep", b"torchrun") or any(word.endswith(b".py") for word in words)
 posix._exit(0 if starts else @status)
 """
@@ -161,16 +166,21 @@ class Record(NamedTuple):
         return self.environment.get("COMMFUSE_LINE", "")
 
     def __str__(self) -> str:
-        return " ".join(self.words)[:100]
+        return "".join(filter(str.isprintable, " ".join(self.words)))[:100]
 
 
 def read_record(report: bytes, programs: Path) -> Record:
-    """The record in a message of a stand-in in a folder."""
-    words, folder, environment, used = ast.literal_eval(report.decode())
-    name = os.fsdecode(words[0])
-    name = Path(name).name if Path(name).parent == programs else name
-    variables = {os.fsdecode(key): os.fsdecode(value) for key, value in environment.items()}
-    return Record([name, *map(os.fsdecode, words[1:])], os.fsdecode(folder), variables, used)
+    """The record in a message of a stand-in in a folder.
+
+    Raises:
+        ValueError: the message is not one of a stand-in.
+    """
+    used, folder, count, *rest = map(os.fsdecode, report.split(b"\0"))
+    name, *arguments = rest[: int(count)]
+    path = Path(name)
+    variables = dict(variable.split("=", 1) for variable in rest[int(count) :])
+    words = [path.name if path.parent == programs else name, *arguments]
+    return Record(words, folder, variables, used == "1")
 
 
 def write_stand_ins(folder: Path, answer: Answer, output: int, report: int) -> Mapping[str, str]:

@@ -107,5 +107,5 @@ def test_numbers_of_calls_are_those_of_the_headers(machine: str) -> None:
 def test_other_systems_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     (tmp_path / "run.sh").write_text(TRAIN)
-    with pytest.raises(UsageError, match="Linux on x86_64 or aarch64"):
+    with pytest.raises(UsageError, match="Linux on x86_64 and aarch64"):
         read_launch([str(tmp_path / "run.sh")], tmp_path)
