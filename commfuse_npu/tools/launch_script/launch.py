@@ -89,7 +89,7 @@ _NOT_THE_LAUNCHS = {
 }
 """Variables of the shell itself, of the reading, or specific to a single start."""
 _ANSWER = Answer("3\n", 0)
-_STARTS = re.compile(r"(^|[\s/\"'])(torchrun|python[\d.]*|\S+\.sh|\S+\.py)(?=[\s\"']|$)")
+_STARTS = re.compile(r"(^|[\s/\"'])(torchrun|\S+\.sh|\S+\.py)(?=[\s\"']|$)")
 """What a command that is not run may start a training by."""
 
 
@@ -99,67 +99,69 @@ def _from_shell(
     environ: Mapping[str, str],
     per_node: int | None,
 ) -> Launch:
-    """The first training that a script starts.
-
-    What depends on a command that is not run is found by reading again, with other answers of such
-    commands: another number, the script itself, in which a ``grep`` finds what it looks for, and a
-    failure.
-    """
+    """The first training that a script starts."""
     file = Path(words[0]).expanduser()
     folder = checkout or _checkout_of(file.resolve().parent)
     script = next((path for path in (file, folder / file) if path.is_file()), None)
     if script is None:
         raise UsageError(f"there is no launch script {file} here or in {folder}")
     command = [str(script.resolve()), *words[1:]]
-
-    def read(answer: Answer) -> tuple[Reading, list[Record]]:
-        reading = read_script(command, folder, environ, answer, _is_training)
-        return reading, [record for record in reading.records if _is_training(record)]
-
-    reading, trainings = read(_ANSWER)
+    reading = read_script(command, folder, environ, _ANSWER)
     not_run = [record for record in reading.records if _is_not_run(record)]
-    if not trainings:
+    if not reading.trainings:
         raise UsageError(_without_training(script, reading, not_run))
-    launch = _launch_of(trainings[0], environ)
+    first, *others = reading.trainings
+    launch = _launch_of(first, environ)
     launch.notes += _notes(reading, launch)
-    if any(_differences(trainings[0], [other]) for other in trainings):
-        count = f"starts {len(trainings)} trainings"
-        launch.notes.append(f"{script.name} {count}; this is about the first")
-    changed: set[str] = set()
-    if not_run:
-        lines = script.read_text("utf-8", "replace").splitlines()
-        # As comments, because a script may evaluate what a command prints, and without options.
-        text = "".join(f"# {line.replace('--', '')} {i}\n" for i, line in enumerate(lines, 1))
-        for answer in (Answer("7\n", 0), Answer(text, 0), Answer("", 1)):
-            changed |= _differences(trainings[0], read(answer)[1])
-        if changed:  # the time of a reading and its process id change, too
-            changed -= _differences(trainings[0], read(_ANSWER)[1])
+    if any(_differences(first, other) for other in others):
+        count = 1 + len(others)
+        launch.notes.append(f"{script.name} starts {count} trainings; this is about the first")
+    changing = _changing(command, folder, environ, first) if not_run else set()
     used = [record for record in not_run if record.used] or not_run
     commands = ", ".join(list(dict.fromkeys(f"`{record}`" for record in used))[:3])
-    depends = f"on {commands}, which the reading of a script does not run"
-    launch.nodes = 0 if NODES in changed else launch.nodes
-    launch.per_node = 0 if PER_NODE in changed else launch.per_node
-    of_command = changed & {NODES, PER_NODE}
-    why = f"depends {depends}" if of_command else "is empty or 0 here"
-    _require_sizes(launch, per_node, why)
-    others = sorted(changed - of_command)
-    if sizes := [name for name in others if not names_files(name)]:
-        raise UsageError(
-            f"{', '.join(sizes)} of the launch depends {depends}; give the command line of "
-            "torchrun after --"
-        )
-    launch.notes += [f"{name} depends {depends}" for name in others]
+    depends = f"depends on {commands}, which the reading of a script does not run"
+    launch.nodes = 0 if NODES in changing else launch.nodes
+    launch.per_node = 0 if PER_NODE in changing else launch.per_node
+    sizes = changing & {NODES, PER_NODE}
+    _require_sizes(launch, per_node, depends if sizes else "is empty or 0 here")
+    for name in sorted(changing - sizes):
+        if not names_files(name):
+            raise UsageError(
+                f"{name} of the launch {depends}; give the command line of torchrun after --"
+            )
+        launch.notes.append(f"{name} {depends}")
     return launch
 
 
-def _is_training(record: Record) -> bool:
-    return starts_training(record.words)
+def _changing(
+    command: Sequence[str], folder: Path, environ: Mapping[str, str], training: Record
+) -> set[str]:
+    """Options of a training that depend on commands that are not run.
+
+    They change if the script is read with other answers of such commands: another number, the
+    script itself, in which a ``grep`` finds what it looks for, and a failure.
+    """
+
+    def changed(answer: Answer) -> set[str]:
+        other = read_script(command, folder, environ, answer, first_only=True)
+        # A failure may end the script before.
+        return _differences(training, other.trainings[0]) if other.trainings else set()
+
+    lines = Path(command[0]).read_text("utf-8", "replace").splitlines()
+    # As comments, because a script may evaluate what a command prints, and without options.
+    text = "".join(f"# {line.replace('--', '')} {i}\n" for i, line in enumerate(lines, 1))
+    answers = (Answer("7\n", 0), Answer(text, 0), Answer("", 1))
+    names = set().union(*map(changed, answers))
+    # The time of a reading and its process id change, too.
+    return names - changed(_ANSWER) if names else names
 
 
 def _is_not_run(record: Record) -> bool:
     """Whether a command would have printed or done something that the script may depend on."""
     name = record.words[0]
-    return not (_is_training(record) or name in (RUNAWAY, "cd", "sleep") or name[:1] == "-")
+    return not (
+        starts_training(record.words) or name in (RUNAWAY, "cd", "sleep") or name[:1] == "-"
+    )
 
 
 def _launch_of(record: Record, environ: Mapping[str, str]) -> Launch:
@@ -173,10 +175,11 @@ def _launch_of(record: Record, environ: Mapping[str, str]) -> Launch:
     return launch
 
 
-def _differences(training: Record, others: Sequence[Record]) -> set[str]:
-    """Options in which a training differs from the first of another reading, if it has one."""
-    pairs = [(values(training.words), values(other.words)) for other in others[:1]]
-    return {name for a, b in pairs for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
+def _differences(training: Record, other: Record) -> set[str]:
+    """Options in which two trainings differ."""
+    here = values(training.words)
+    there = values(other.words)
+    return {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
 
 
 def _without_training(script: Path, reading: Reading, not_run: Sequence[Record]) -> str:

@@ -5,13 +5,14 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fcntl import F_DUPFD_CLOEXEC, fcntl
 from io import FileIO
 from pathlib import Path
 from select import select
 
+from commfuse_npu.tools.launch_script.command_line import starts_training
 from commfuse_npu.tools.launch_script.sealed import filter_here, start_sealed
 from commfuse_npu.tools.launch_script.stand_ins import (
     RUNAWAY,
@@ -25,8 +26,8 @@ _SECONDS = 30.0
 """The longest reading."""
 _QUIET_SECONDS = 2.0
 """Seconds without a record after a training, in which another one may begin."""
-_REPEATS = 20
-_RECORDS = 300
+_REPEATS = 100
+_RECORDS = 500
 """Numbers of the same and of all commands after which a script is taken to wait for something."""
 _REPORT = 731
 """The least number of the descriptor for records: scripts use small ones, and 200 for locks."""
@@ -51,13 +52,17 @@ class Reading:
     code: int = 0
     ended: str = ""
 
+    @property
+    def trainings(self) -> list[Record]:
+        return [record for record in self.records if starts_training(record.words)]
+
 
 def read_script(
     script: Sequence[str],
     folder: Path,
     environ: Mapping[str, str],
     answer: Answer,
-    is_training: Callable[[Record], bool],
+    first_only: bool = False,
 ) -> Reading:
     """Run a shell script, sealed, in a folder, and record what it starts.
 
@@ -67,6 +72,7 @@ def read_script(
         script: its path and its arguments.
         environ: its environment, except for the search path.
         answer: that of commands that are not run.
+        first_only: end it after the first training.
 
     Raises:
         UsageError: there is no bash, or no filter of system calls.
@@ -96,7 +102,8 @@ def read_script(
                 keep=high.fileno(),
             )
         try:
-            reading.ended = _follow(reading, output, reports, Path(name) / "bin", is_training)
+            programs = Path(name) / "bin"
+            reading.ended = _follow(reading, output, reports, programs, first_only)
         finally:
             # Its exit code, if it has one, is set before its end of the reports is closed.
             os.killpg(process.pid, signal.SIGKILL)
@@ -110,10 +117,9 @@ def _follow(
     output: FileIO,
     reports: socket.socket,
     programs: Path,
-    is_training: Callable[[Record], bool],
+    first_only: bool,
 ) -> str:
     """Collect what arrives until the script ends; returns why it has to be ended, if so."""
-    trainings: list[Record] = []
     sources: list[FileIO | socket.socket] = [output, reports]
     last = end = time.monotonic() + _SECONDS
     while (seconds := end - time.monotonic()) > 0:
@@ -131,15 +137,13 @@ def _follow(
                 record = read_record(message, programs)
             except ValueError:  # the script itself wrote to this descriptor
                 continue
+            repeats = sum(record.words == known.words for known in reading.records)
             reading.records.append(record)
             count = len(reading.records)
-            repeats = sum(record.words == known.words for known in reading.records)
             if record.words[0] == RUNAWAY or repeats > _REPEATS or count > _RECORDS:
                 return f"waits in {record.line} (`{record}`)"
-            if is_training(record):
-                if any(record.words == known.words for known in trainings):
-                    return "starts the same training again"
-                trainings.append(record)
-            if trainings:
+            if starts_training(record.words) and (first_only or repeats):
+                return ""
+            if reading.trainings:
                 end = min(last, time.monotonic() + _QUIET_SECONDS)
     return f"did not end within {_SECONDS:g} s"

@@ -24,18 +24,16 @@ RUNAWAY = "commands without end"
 _STEPS = 10_000
 """Commands of one shell after which a script is taken to wait for something."""
 
-_REAL = (
-    *("bash", "cat", "date", "dirname", "basename", "readlink", "realpath", "pwd", "printf"),
-    *("hostname", "whoami", "nproc", "wc", "sed", "awk", "gawk", "mawk", "grep", "egrep", "fgrep"),
-    *("cut", "tr", "head", "tail", "seq", "sort", "uniq", "expr", "uname", "arch", "id", "ls"),
-    *("stat", "find", "xargs", "which", "test", "true", "false", "getopt", "tac", "rev", "paste"),
-    *("comm", "diff", "rmdir", "rm", "mv", "ln", "touch", "chmod", "chown", "mktemp"),
-)
-_RECORDED = ("torchrun", "python", "python3", f"python3.{sys.version_info.minor}", "sleep")
-_PREFIXES = (
-    *("nohup", "setsid", "timeout", "stdbuf", "numactl", "taskset", "nice", "ionice", "chrt"),
-    *("env", "sudo", "su", "time", "script", "flock", "unbuffer", "conda", "mamba", "micromamba"),
-)
+_REAL = """
+bash cat date dirname basename readlink realpath pwd printf hostname whoami nproc wc sed awk gawk
+mawk grep egrep fgrep cut tr head tail seq sort uniq expr uname arch id ls stat find xargs which
+test true false getopt tac rev paste comm diff rmdir rm mv ln touch chmod chown mktemp
+"""
+_RECORDED = f"torchrun python python3 python3.{sys.version_info.minor} sleep"
+_PREFIXES = """
+nohup setsid timeout stdbuf numactl taskset nice ionice chrt env sudo su time script flock unbuffer
+conda mamba micromamba
+"""
 _SYSTEM = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # The functions do not end a script for what is missing here: a folder, or a command that fails
@@ -97,8 +95,8 @@ _PROGRAMS = {
     **dict.fromkeys(("mkdir", "cp"), "#!/bin/sh\n"),
     # The seal makes the file of tee its standard input.
     "tee": "#!/bin/sh\nexec cat\n",
-    **dict.fromkeys(_RECORDED, '#!/bin/sh\nexec @record "${0##*/}" "$@"\n'),
-    **dict.fromkeys(_PREFIXES, _PREFIX),
+    **dict.fromkeys(_RECORDED.split(), '#!/bin/sh\nexec @record "${0##*/}" "$@"\n'),
+    **dict.fromkeys(_PREFIXES.split(), _PREFIX),
 }
 
 # Imported before anything of the standard library: there are only built-in modules.
@@ -204,10 +202,10 @@ def write_stand_ins(folder: Path, answer: Answer, output: int, report: int) -> M
         "runaway": shlex.quote(RUNAWAY),
         "steps": _STEPS,
         "system": _SYSTEM,
-        "prefixes": "|".join(_PREFIXES),
+        "prefixes": "|".join(_PREFIXES.split()),
     }
     programs.mkdir()
-    for name in _REAL:
+    for name in _REAL.split():
         if (real := shutil.which(name)) is not None:
             os.symlink(os.path.abspath(real), programs / name)
     started = shlex.join([sys.executable, _MARK.decode()])
