@@ -89,6 +89,9 @@ _NOT_THE_LAUNCHS = {
 }
 """Variables of the shell itself, of the reading, or specific to a single start."""
 _ANSWER = Answer("3\n", 0)
+_WRITTEN = re.compile(r"(?<![<&\d])>>?\s*([^\s;&|<>()]+)")
+_USED = re.compile(r"(?:(?:^|[\s;(])(?:source|\.|bash|sh)\s|\$\(cat\s|<)\s*([^\s;&|<>()]+)", re.M)
+"""The files of redirections, and those that a script takes something from."""
 _STARTS = re.compile(r"(^|[\s/\"'])(torchrun|\S+\.sh|\S+\.py)(?=[\s\"']|$)")
 """What a command that is not run may start a training by."""
 
@@ -112,11 +115,12 @@ def _from_shell(
         raise UsageError(_without_training(script, reading, not_run))
     first, *others = reading.trainings
     launch = _launch_of(first, environ)
-    launch.notes += _notes(reading, launch)
+    text = script.read_text("utf-8", "replace")
+    launch.notes += _notes(reading, launch, text)
     if any(_differences(first, other) for other in others):
         count = 1 + len(others)
         launch.notes.append(f"{script.name} starts {count} trainings; this is about the first")
-    changing = _changing(command, folder, environ, first) if not_run else set()
+    changing = _changing(command, folder, environ, first, text) if not_run else set()
     used = [record for record in not_run if record.used] or not_run
     commands = ", ".join(list(dict.fromkeys(f"`{record}`" for record in used))[:3])
     depends = f"depends on {commands}, which the reading of a script does not run"
@@ -134,23 +138,32 @@ def _from_shell(
 
 
 def _changing(
-    command: Sequence[str], folder: Path, environ: Mapping[str, str], training: Record
+    command: Sequence[str],
+    folder: Path,
+    environ: Mapping[str, str],
+    training: Record,
+    text: str,
 ) -> set[str]:
     """Options of a training that depend on commands that are not run.
 
     They change if the script is read with other answers of such commands: another number, the
-    script itself, in which a ``grep`` finds what it looks for, and a failure.
+    script's text, in which a ``grep`` finds what it looks for, and a failure.
     """
 
     def changed(answer: Answer) -> set[str]:
         other = read_script(command, folder, environ, answer, first_only=True)
-        # A failure may end the script before.
-        return _differences(training, other.trainings[0]) if other.trainings else set()
+        if other.trainings:
+            return _differences(training, other.trainings[0])
+        # A failure may well end the script before.  What is printed and is no number may, too, where
+        # it is taken for one: it may be the number of processes.
+        return {PER_NODE} if answer.text else set()
 
-    lines = Path(command[0]).read_text("utf-8", "replace").splitlines()
-    # As comments, because a script may evaluate what a command prints, and without options.
-    text = "".join(f"# {line.replace('--', '')} {i}\n" for i, line in enumerate(lines, 1))
-    answers = (Answer("7\n", 0), Answer(text, 0), Answer("", 1))
+    # Without options and, once more, without operators of patterns; as comments, because a script
+    # may evaluate what a command prints.
+    plain = text.replace("--", "")
+    lines = [*plain.splitlines(), *re.sub(r"[\\*+?^]", "", plain).splitlines()]
+    found = "".join(f"# {line} {number}\n" for number, line in enumerate(lines, 1))
+    answers = (Answer("7\n", 0), Answer(found, 0), Answer("", 1))
     names = set().union(*map(changed, answers))
     # The time of a reading and its process id change, too.
     return names - changed(_ANSWER) if names else names
@@ -206,9 +219,12 @@ def _without_training(script: Path, reading: Reading, not_run: Sequence[Record])
     )
 
 
-def _notes(reading: Reading, launch: Launch) -> list[str]:
+def _notes(reading: Reading, launch: Launch, text: str) -> list[str]:
     """Remarks on what may surprise in how a script was read."""
-    notes = []
+    notes = [
+        f"the script uses {file}, which it writes itself: a reading does not write it"
+        for file in sorted({*_WRITTEN.findall(text)} & {*_USED.findall(text)})
+    ]
     for record in reading.records:
         if record.words[0] == "cd":
             notes.append(f"{record.line}: there is no folder for `{record}`")

@@ -27,7 +27,7 @@ _STEPS = 10_000
 _REAL = """
 bash cat date dirname basename readlink realpath pwd printf hostname whoami nproc wc sed awk gawk
 mawk grep egrep fgrep cut tr head tail seq sort uniq expr uname arch id ls stat find xargs which
-test true false getopt tac rev paste comm diff rmdir rm mv ln touch chmod chown mktemp
+test true false getopt bc jq tac rev paste comm diff rmdir rm mv ln touch chmod chown mktemp
 """
 _RECORDED = f"torchrun python python3 python3.{sys.version_info.minor} sleep"
 _PREFIXES = """

@@ -105,6 +105,7 @@ COUNT = "torchrun --nproc_per_node $N pretrain_gpt.py --bf16"
 ASKED = {
     f"N=$(npu-smi info -l | grep Total | awk '{{print $NF}}'); {COUNT}": "`npu-smi info -l`",
     f"N=$(( $(npu-smi info -l | grep -E 'NPU.*ID' | wc -l) + 1 )); {COUNT}": "`npu-smi info -l`",
+    f"N=$(( $(npu-smi info | sed -n 's/.*Chips *: //p') + 1 )); {COUNT}": "`npu-smi info`",
     f"N=$(python3 -c 'import torch; print(2)'); {COUNT}": "depends on `python3 -c import torch",
     f"N=$(/usr/local/sbin/npu-smi info | wc -l); {COUNT}": "depends on `npu-smi info`",
     f"if npu-smi info > /dev/null; then N=8; else N=1; fi; {COUNT}": "depends on `npu-smi info`",
@@ -154,6 +155,13 @@ def test_comments_that_end_a_command_and_missing_folders_are_noted(read: Read) -
     folder, stray, command = sorted(launch.notes, key=lambda note: note[:8] == "run.sh:8")
     assert "no such" in folder.replace("/", " ")
     assert (stray[0], command[:24]) == ("#", "run.sh:8: bash takes `--")
+
+
+def test_a_file_that_the_script_writes_itself_is_noted(read: Read) -> None:
+    launch = read(
+        f"cat <<X > $0.env\nLR=1\nX\nsource $0.env; {TRAIN} > log 2>&1; cat < /dev/null\n"
+    )
+    assert [note[:26] for note in launch.notes] == ["the script uses $0.env, wh"]
 
 
 def test_what_hangs_is_ended(read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
