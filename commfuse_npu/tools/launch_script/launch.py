@@ -154,8 +154,8 @@ def _changing(
         other = read_script(command, folder, environ, answer, first_only=True)
         if other.trainings:
             return _differences(training, other.trainings[0])
-        # A failure may well end the script before.  What is printed and is no number may, too, where
-        # it is taken for one: it may be the number of processes.
+        # A failure may end the script before.  So does a text that it takes for a number, which may
+        # be the number of processes.
         return {PER_NODE} if answer.text else set()
 
     # Without options and, once more, without operators of patterns; as comments, because a script
