@@ -37,7 +37,7 @@ conda mamba micromamba
 _SYSTEM = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # The functions do not end a script for what is missing here: a folder, or a command that fails
-# because it is sealed.
+# because it is sealed.  The last argument of the last command is $_ in the next one.
 _SHELL = """\
 set -o functrace
 command_not_found_handle() { @record "$@"; }
@@ -70,7 +70,7 @@ _commfuse_step() {
             eval "function $command { ${command##*/} \\"\\$@\\"; }" ;;
     esac
 }
-trap '_commfuse_step "$LINENO" "${BASH_SOURCE[0]:-}" "$BASH_COMMAND"' DEBUG
+trap '_commfuse_step "$LINENO" "${BASH_SOURCE[0]:-}" "$BASH_COMMAND" "$_"' DEBUG
 """
 _PREFIX = """\
 #!/bin/sh
@@ -99,6 +99,7 @@ _PROGRAMS = {
     **dict.fromkeys(_PREFIXES.split(), _PREFIX),
 }
 
+_RECORD = '#!/bin/sh\nexport PYTHONHOME=@home\nexec @python @mark "$@"\n'
 # Imported before anything of the standard library: there are only built-in modules.
 _RECORDER = """\
 import posix
@@ -193,14 +194,19 @@ def write_stand_ins(folder: Path, answer: Answer, output: int, report: int) -> M
     """
     if shutil.which("bash") is None:
         raise UsageError("a launch script needs bash, which is not on PATH; give its command line")
-    programs, home, record = folder / "bin", folder / "home", folder / "record"
-    python = os.fsencode(sys.executable)
-    values = {
+    programs = folder / "bin"
+    home = folder / "home"
+    paths = {
         "programs": programs,
-        "record": record,
+        "home": home,
+        "record": folder / "record",
         "shell": folder / "shell",
+        "python": sys.executable,
+    }
+    values = {name: shlex.quote(str(path)) for name, path in paths.items()} | {
+        "mark": _MARK.decode(),
         "runaway": shlex.quote(RUNAWAY),
-        "steps": _STEPS,
+        "steps": f"{_STEPS}",
         "system": _SYSTEM,
         "prefixes": "|".join(_PREFIXES.split()),
     }
@@ -208,13 +214,8 @@ def write_stand_ins(folder: Path, answer: Answer, output: int, report: int) -> M
     for name in _REAL.split():
         if (real := shutil.which(name)) is not None:
             os.symlink(os.path.abspath(real), programs / name)
-    started = shlex.join([sys.executable, _MARK.decode()])
     texts = {f"bin/{name}": text for name, text in _PROGRAMS.items()}
-    texts["record"] = (
-        f'#!/bin/sh\nexport PYTHONHOME={shlex.quote(str(home))}\nexec {started} "$@"\n'
-    )
-    texts["shell"] = _SHELL
-    for name, text in texts.items():
+    for name, text in {**texts, "record": _RECORD, "shell": _SHELL}.items():
         path = folder / name
         path.write_text(_filled(text, values), "utf-8")
         path.chmod(0o755)
@@ -226,7 +227,7 @@ def write_stand_ins(folder: Path, answer: Answer, output: int, report: int) -> M
     recorder = {
         "mark": _MARK,
         "own_reader": _OWN_READER,
-        "python": python,
+        "python": os.fsencode(sys.executable),
         "output": output,
         "answer": answer.text.encode(),
         "status": answer.status,

@@ -61,6 +61,7 @@ def test_a_launch_script_is_read(read: Read, tmp_path: Path) -> None:
 
 STYLES = {
     "log in a new folder": f"mkdir -p l && cd l && {TRAIN} > l/$(date +%s).log 2>&1 < /dev/null &",
+    "last argument": f"mkdir -p 8 && export TP=$_; {TRAIN.replace('8', '$TP')}",
     "append": f"OUT=$HOME/no/out; mkdir -p $OUT; {TRAIN} >> $OUT/log 2>&1",
     "nohup": f"nohup {TRAIN} > train.log 2>&1 & echo started $!",
     "nohup bash": f'nohup bash -c "{TRAIN}" > train.log 2>&1 &',
