@@ -1,10 +1,13 @@
 """Reading a script leaves files, processes and sockets as they are, whatever the script does."""
 
 import hashlib
+import os
 import platform
 import re
+import resource
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +15,12 @@ import pytest
 
 from commfuse_npu.tools.launch_script import UsageError, sealed
 from commfuse_npu.tools.launch_script.launch import read_launch
+from tests.limits import LIMIT
 
+# If the seal were broken, nothing here would harm more than what the tests own.
 TRAIN = "torchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size 4 --num-layers 3"
 SCRIPTS = {
-    "signals": "kill $(cat pid); kill -9 -1; /bin/kill -9 $(cat pid); pkill -9 sleep; ",
+    "signals": "kill $(cat pid); kill -9 $(cat pid); /bin/kill -9 $(cat pid); ",
     "redirections": ": > log; >| settings; echo new >> log; exec 3<> settings; echo x >&3; ",
     "functions": "stop() { kill -KILL $1; echo stopped > status; }; stop $(cat pid); ",
     "editors": "sed -i s/a/b/ settings; /bin/sed -i.bak d settings; perl -pi -e s/a/b/ settings; ",
@@ -82,6 +87,75 @@ def test_a_reading_changes_nothing(name: str, user, tmp_path: Path) -> None:
     assert process.poll() is None
     with pytest.raises(BlockingIOError):
         server.accept()
+
+
+CALLS = """
+os.open("log", os.O_RDWR); os.open("log", os.O_TRUNC); os.open("new", os.O_CREAT)
+os.open(".", os.O_TMPFILE | os.O_RDWR); open(f"/proc/{pid}/oom_score_adj", "w").write("9")
+libc.syscall(437, -100, b"log", (ctypes.c_ulong * 3)(os.O_WRONLY | os.O_TRUNC), 24)
+libc.syscall(425, 8, 0); os.truncate("log", 0); os.ftruncate(file, 0)
+os.chmod("log", 0); os.fchmod(file, 0); os.chown("log", 1, 1); os.utime("log"); os.utime(file)
+os.setxattr("log", "user.a", b"b"); os.removexattr("log", "user.a"); os.remove("log")
+os.rename("log", "new"); os.link("log", "new"); os.symlink("log", "new"); os.mkdir("new")
+os.rmdir("folder"); os.mkfifo("new"); os.mknod("new"); os.sync(); fcntl.flock(file, fcntl.LOCK_EX)
+fcntl.lockf(file, fcntl.LOCK_SH); fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+os.kill(pid, 9); libc.tgkill(pid, pid, 9); libc.syscall(424, file, 9, 0, 0)
+signal.pidfd_send_signal(os.pidfd_open(pid), 9); libc.ptrace(16, pid, 0, 0)
+fcntl.fcntl(pipe, fcntl.F_SETOWN, pid); fcntl.fcntl(pipe, 10, 9)
+fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK); os.write(writer, b"x")
+socket.create_connection(("127.0.0.1", port)); socket.socketpair(); socket.socket(socket.AF_UNIX)
+os.setpriority(os.PRIO_PROCESS, pid, 9); os.nice(9)
+os.sched_setaffinity(pid, {0}); os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+resource.prlimit(pid, resource.RLIMIT_NOFILE, (9, 9)); libc.unshare(0x10000000)
+resource.setrlimit(resource.RLIMIT_CORE, (99, 99)); os.setsid(); os.setpgid(0, 0)
+libc.shmget(77, 99, 0o1600); libc.msgget(77, 0o1600)
+os.open("other", os.O_WRONLY); os.close(0); os.fstat(0)
+"""
+
+
+def test_no_call_of_a_sealed_process_has_an_effect(user, tmp_path: Path) -> None:
+    """Each is tried alone; names are those of Python and of the C library."""
+    process, server = user
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "log").write_text("aaa")
+    calls = [call.strip() for call in re.split(r"[;\n]", CALLS)]
+    program = f"""
+import ctypes, fcntl, os, resource, signal, socket
+libc, pid, port = ctypes.CDLL(None), {process.pid}, {server.getsockname()[1]}
+file, (pipe, writer) = os.open("log", os.O_RDONLY), os.pipe()
+for call in {calls!r}:
+    try:
+        exec(call)
+    except (OSError, ValueError, AttributeError):
+        pass
+print(os.getpgrp(), os.getsid(0), resource.getrlimit(resource.RLIMIT_CORE))
+"""
+    read_end, write_end = os.pipe()
+    before = state(tmp_path), about(process.pid)
+    with open(read_end) as output:
+        with open(write_end, "wb"):
+            started = sealed.start_sealed(
+                [sys.executable, "-I", "-c", program],
+                sealed.filter_here(),
+                folder=tmp_path,
+                environment=os.environ,
+                output=write_end,
+                keep=write_end,
+            )
+        printed = output.read()
+    assert (started.wait(LIMIT), printed) == (0, f"{started.pid} {started.pid} (0, 0)\n")
+    assert (state(tmp_path), about(process.pid)) == before
+    assert process.poll() is None
+    with pytest.raises(BlockingIOError):
+        server.accept()
+
+
+def about(pid: int) -> tuple[object, ...]:
+    """What others can set of a process."""
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    score = Path(f"/proc/{pid}/oom_score_adj").read_text()
+    scheduling = os.sched_getaffinity(pid), os.sched_getscheduler(pid)
+    return limits, score, os.getpriority(os.PRIO_PROCESS, pid), *scheduling
 
 
 HEADERS = {
