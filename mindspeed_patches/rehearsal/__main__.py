@@ -31,7 +31,8 @@ from pathlib import Path
 
 from commfuse_npu.options import whole
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.launch_script.launch import Launch, read_launch
+from commfuse_npu.tools.launch_script.command_line import Launch
+from commfuse_npu.tools.launch_script.launch import read_launch
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.short_run import (
     PEERS,

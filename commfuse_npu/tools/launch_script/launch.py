@@ -1,108 +1,24 @@
-"""A launch as data: read from a command line as typed, or from what a script would start.
+"""The launch that a command line or a launch script describes."""
 
-Supported are ``pretrain_gpt.py ARGS`` and ``torchrun ... pretrain_gpt.py ARGS`` (also as
-``python -m torch.distributed.run`` or ``.launch``).  Each may have ``-m mindspeed_patches.launch``
-before the script, and ``cd FOLDER &&`` and assignments before it.
-
-A launch script runs in bash with its own search path.  ``torchrun`` and ``python`` are recorders
-that store their arguments and exit.  A few programs that only read are the real ones, a few that
-change files are silent no-ops, and every other one is a no-op that is noted in the output.  A
-Python called by its path finds an invalid ``PYTHONHOME`` and exits at once.  What does run are
-shell built-ins (assignments, ``source``, ``cd``, redirections) and programs that are called by
-their paths.
-"""
-
-import json
 import os
 import re
-import shlex
-import shutil
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.launch_script.short_run import MARK, run_bounded
+from commfuse_npu.tools.launch_script.command_line import (
+    NODES,
+    PER_NODE,
+    Launch,
+    launch_of,
+    starts_training,
+    values,
+)
+from commfuse_npu.tools.launch_script.reading import Reading, read_script
+from commfuse_npu.tools.launch_script.short_run import names_files
+from commfuse_npu.tools.launch_script.stand_ins import RUNAWAY, Answer, Record
 
-_LAUNCH_MODULE = "mindspeed_patches.launch"
-_TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
-
-
-@dataclass
-class Launch:
-    """A script with its options, and where it is started.
-
-    Attributes:
-        nodes, per_node: number of nodes, and of processes on each; ``None`` if not given.
-        environment: variables that the launch sets.
-        notes: remarks for the reader on how it was read.
-        registers: whether it registers CommFuse before the script runs.
-    """
-
-    script: str
-    options: Options
-    nodes: int | None
-    per_node: int | None
-    folder: Path
-    environment: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    registers: bool = False
-
-    @property
-    def processes(self) -> int | None:
-        """Number of processes over all nodes."""
-        return self.nodes * self.per_node if self.nodes and self.per_node else None
-
-    def located(self, checkout: Path) -> tuple[Path, Path]:
-        """The base of relative paths, the launch's folder or MindSpeed-LLM's, and the script in it.
-
-        Raises:
-            UsageError: the script is in neither.
-        """
-        for folder in (self.folder, checkout):
-            if (folder / self.script).is_file():
-                return folder, (folder / self.script).resolve()
-        raise UsageError(
-            f"there is no {self.script} in {self.folder} or in {checkout}; give its path"
-        )
-
-
-def _launch_of(words: Sequence[str], folder: str, environment: Mapping[str, str]) -> Launch | None:
-    """Parse a command that is started in a folder; ``None`` if it is not a launch."""
-    words = list(words)
-    nodes = per_node = None
-    program = Path(words[0]).name if words else ""
-    by_torchrun = program == "torchrun"
-    if by_torchrun or re.fullmatch(r"python[\d.]*", program):
-        words = words[1:]
-        while not by_torchrun and words and re.fullmatch(r"-[uBOsSEI]+", words[0]):
-            words.pop(0)
-        if words[:1] == ["-m"] and words[1:2] and words[1] in _TORCHRUN_MODULES:
-            by_torchrun, words = True, words[2:]
-    if by_torchrun:
-        words, nodes, per_node = _torchrun(words)
-    registers = words[:2] == ["-m", _LAUNCH_MODULE]
-    script, *arguments = words[2 * registers :] or [""]
-    if not script.endswith(".py"):
-        return None
-    options, variables = Options(arguments), dict(environment)
-    return Launch(script, options, nodes, per_node, Path(folder), variables, registers=registers)
-
-
-def _torchrun(words: Sequence[str]) -> tuple[list[str], int, int]:
-    """The words after torchrun's own options, the number of nodes and of processes on each."""
-    place = next((i for i, w in enumerate(words) if w == "-m" or w.endswith(".py")), len(words))
-    own = (w.replace("_", "-") if w.startswith("--") else w for w in words[:place])
-    options = Options(["--torchrun", *own])  # short options, as -t 3, may come first
-
-    def number(option: str) -> int:
-        return Options([option, *(options.values(option) or ["1"])[:1]]).number(option, 1)
-
-    return list(words[place:]), number("--nnodes"), number("--nproc-per-node")
 
 
 def _checkout_of(folder: Path) -> Path:
@@ -115,17 +31,22 @@ def read_launch(
     words: Sequence[str],
     checkout: Path | None = None,
     environ: Mapping[str, str] = os.environ,
+    per_node: int | None = None,
 ) -> Launch:
     """Read the launch that follows ``--`` on the command line.
+
+    It may have ``cd FOLDER &&`` and assignments before it.
 
     Args:
         words: the command, or a launch script with its arguments.
         checkout: MindSpeed-LLM's folder, in which launch scripts are started; by default the
             nearest one from the script's folder up, or that folder.
         environ: environment of launch scripts.
+        per_node: number of processes on each node, if the launch does not say it.
 
     Raises:
-        UsageError: it is not a launch, or the script starts none.
+        UsageError: it is not a launch, the script starts none, or it depends on a command that is
+            not run.
     """
     typed = list(words[words.index("&&") + 1 :] if "&&" in words else words)
     assigned = {}
@@ -134,10 +55,11 @@ def read_launch(
         del typed[0]
     script = typed[1:] if typed and Path(typed[0]).name in ("bash", "sh") else typed
     if script and script[0].endswith(".sh"):
-        launch = _from_shell(script, checkout, {**environ, **assigned})
+        launch = _from_shell(script, checkout, {**environ, **assigned}, per_node)
         launch.environment = {**assigned, **launch.environment}
         return launch
-    if read := _launch_of(typed, str(Path.cwd()), assigned):
+    if read := launch_of(typed, str(Path.cwd()), assigned):
+        _require_sizes(read, per_node, "is not a number here")
         return read
     raise UsageError(
         f"the launch {' '.join(words[:6])!r} is none that can be read; give "
@@ -145,152 +67,179 @@ def read_launch(
     )
 
 
-def _from_shell(words: Sequence[str], checkout: Path | None, environ: Mapping[str, str]) -> Launch:
-    file = Path(words[0]).expanduser()
-    checkout = checkout or _checkout_of(file.resolve().parent)
-    script = next((path for path in (file, checkout / file) if path.is_file()), None)
-    if script is None:
-        raise UsageError(f"there is no launch script {file} here or in {checkout}")
-    commands, printed, code = capture_commands(
-        [str(script.resolve()), *words[1:]], checkout, environ
-    )
-    # Scripts may also start Python to prepare data.
-    launches = [
-        launch
-        for command in commands
-        if (launch := _launch_of(*command)) is not None
-        and (launch.processes is not None or Path(launch.script).name.startswith("pretrain"))
-    ]
-    if not launches:
-        called = [" ".join(words[:4])[:80] for words, *_ in commands]
-        *_, last = printed.strip().splitlines() or ["nothing"]
-        raise UsageError(
-            f"{script} starts no pretraining: it ended with code {code}, started "
-            f"{', '.join(called) or 'nothing'}, and printed last: {last[:200]}; set the "
-            "variables that it asks for, or give the command line of torchrun"
-        )
-    launch = launches[0]
-    if len(launches) > 1:
-        launch.notes.append(
-            f"{script.name} starts {len(launches)} trainings; this is about the first"
-        )
-    return launch
+def _require_sizes(launch: Launch, per_node: int | None, why: str) -> None:
+    """Fill in a number of processes per node that the launch does not say, and ``why`` not."""
+    way_out = "set the variable that it comes from, or give the command line of torchrun after --"
+    if launch.nodes == 0:
+        raise UsageError(f"the number of nodes {why}; {way_out}")
+    if launch.per_node == 0:
+        if per_node is None:
+            raise UsageError(
+                f"the number of processes per node {why}; give it (plan has --nproc-per-node N), "
+                f"{way_out}"
+            )
+        launch.per_node = per_node
 
 
 # ------------------------------------------------------------------ what a script would start
 
-_RECORDED = ("torchrun", "python", "python3", f"python3.{sys.version_info.minor}")
-_READING = (
-    *("bash", "sh", "env", "cat", "date", "dirname", "basename", "readlink", "realpath"),
-    *("hostname", "nproc", "wc", "sed", "awk", "grep", "cut", "tr", "head", "tail", "seq"),
-    *("sort", "uniq", "expr", "uname", "id", "ls"),
-)
-_SKIPPED = ("mkdir", "rm", "cp", "mv", "ln", "touch", "chmod", "sleep")
 _NOT_THE_LAUNCHS = {
-    *("BASH_ENV", "PWD", "OLDPWD", "SHLVL", "_", "PATH", "PYTHONHOME", MARK),
+    *("BASH_ENV", "PWD", "OLDPWD", "SHLVL", "_", "PATH", "PYTHONHOME", "COMMFUSE_LINE"),
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
 }
-"""Variables of the shell itself, of this capture, or specific to a single start."""
-_BACKGROUND_SECONDS = 2.0
-"""Seconds for background processes of a script to be recorded."""
-# Our own launch scripts run a Python program that reads the configuration: it is not replaced.
-_OWN_READER = "commfuse_npu.tools.model_config"
-_RECORDER = """\
-import json, os, sys, time
-reader, folder, *words = sys.argv[1:]
-if words[1:3] == ["-m", reader]:
-    os.environ.pop("PYTHONHOME")
-    os.execv(sys.executable, [sys.executable, *words[1:]])
-name = os.path.join(folder, f"{time.time_ns():020d}.json")
-with open(name + ".part", "w", encoding="utf-8") as file:
-    json.dump([words, os.getcwd(), dict(os.environ)], file)
-os.replace(name + ".part", name)
-"""
+"""Variables of the shell itself, of the reading, or specific to a single start."""
+_ANSWER = Answer("3\n", 0)
+_WRITTEN = re.compile(r"(?<![<&\d])>>?\s*([^\s;&|<>()]+)")
+_USED = re.compile(r"(?:(?:^|[\s;(])(?:source|\.|bash|sh)\s|\$\(cat\s|<)\s*([^\s;&|<>()]+)", re.M)
+"""The files of redirections, and those that a script takes something from."""
+_STARTS = re.compile(r"(^|[\s/\"'])(torchrun|\S+\.sh|\S+\.py)(?=[\s\"']|$)")
+"""What a command that is not run may start a training by."""
 
 
-_Command = tuple[list[str], str, dict[str, str]]
-"""The words of a command, the folder, and the variables that the script had changed."""
+def _from_shell(
+    words: Sequence[str],
+    checkout: Path | None,
+    environ: Mapping[str, str],
+    per_node: int | None,
+) -> Launch:
+    """The first training that a script starts."""
+    file = Path(words[0]).expanduser()
+    folder = checkout or _checkout_of(file.resolve().parent)
+    script = next((path for path in (file, folder / file) if path.is_file()), None)
+    if script is None:
+        raise UsageError(f"there is no launch script {file} here or in {folder}")
+    command = [str(script.resolve()), *words[1:]]
+    reading = read_script(command, folder, environ, _ANSWER)
+    not_run = [record for record in reading.records if _is_not_run(record)]
+    if not reading.trainings:
+        raise UsageError(_without_training(script, reading, not_run))
+    first, *others = reading.trainings
+    launch = _launch_of(first, environ)
+    text = script.read_text("utf-8", "replace")
+    launch.notes += _notes(reading, launch, text)
+    if any(_differences(first, other) for other in others):
+        count = 1 + len(others)
+        launch.notes.append(f"{script.name} starts {count} trainings; this is about the first")
+    changing = _changing(command, folder, environ, first, text) if not_run else set()
+    used = [record for record in not_run if record.used] or not_run
+    commands = ", ".join(list(dict.fromkeys(f"`{record}`" for record in used))[:3])
+    depends = f"depends on {commands}, which the reading of a script does not run"
+    launch.nodes = 0 if NODES in changing else launch.nodes
+    launch.per_node = 0 if PER_NODE in changing else launch.per_node
+    sizes = changing & {NODES, PER_NODE}
+    _require_sizes(launch, per_node, depends if sizes else "is empty or 0 here")
+    for name in sorted(changing - sizes):
+        if not names_files(name):
+            raise UsageError(
+                f"{name} of the launch {depends}; give the command line of torchrun after --"
+            )
+        launch.notes.append(f"{name} {depends}")
+    return launch
 
 
-def capture_commands(
-    script: Sequence[str],
+def _changing(
+    command: Sequence[str],
     folder: Path,
     environ: Mapping[str, str],
-    timeout: float = 60.0,
-) -> tuple[list[_Command], str, int]:
-    """Run a shell script with recorders in place of programs.
+    training: Record,
+    text: str,
+) -> set[str]:
+    """Options of a training that depend on commands that are not run.
 
-    Args:
-        script: its path and its arguments; it is started in ``folder``.
-        environ: its environment, except for the search path.
-        timeout: in seconds; after it the script is killed with all that it started.
-
-    Returns:
-        What it started, in order; what it printed; its exit code.
-
-    Raises:
-        UsageError: there is no bash, or the script does not end in time.
+    They change if the script is read with other answers of such commands: another number, the
+    script's text, in which a ``grep`` finds what it looks for, and a failure.
     """
-    bash = shutil.which("bash")
-    if bash is None:
-        raise UsageError("a launch script needs bash, which is not on PATH; give its command line")
-    with tempfile.TemporaryDirectory(prefix="commfuse_capture_") as temporary:
-        scratch = Path(temporary)
-        records = scratch / "records"
-        records.mkdir()
-        environment = {
-            **{name: value for name, value in environ.items() if name != "PYTHON"},
-            "PATH": str(scratch / "bin"),
-            "BASH_ENV": str(_write_programs(scratch, records)),
-            "PYTHONHOME": str(scratch / "no-python-is-started"),
-        }
-        try:
-            code = run_bounded(
-                [bash, *script],
-                folder=folder,
-                environment=environment,
-                log=scratch / "printed",
-                seconds=timeout,
-                linger=_BACKGROUND_SECONDS,
+
+    def changed(answer: Answer) -> set[str]:
+        other = read_script(command, folder, environ, answer, first_only=True)
+        if other.trainings:
+            return _differences(training, other.trainings[0])
+        # A failure may end the script before.  So does a text that it takes for a number, which may
+        # be the number of processes.
+        return {PER_NODE} if answer.text else set()
+
+    # Without options and, once more, without operators of patterns; as comments, because a script
+    # may evaluate what a command prints.
+    plain = text.replace("--", "")
+    lines = [*plain.splitlines(), *re.sub(r"[\\*+?^]", "", plain).splitlines()]
+    found = "".join(f"# {line} {number}\n" for number, line in enumerate(lines, 1))
+    answers = (Answer("7\n", 0), Answer(found, 0), Answer("", 1))
+    names = set().union(*map(changed, answers))
+    # The time of a reading and its process id change, too.
+    return names - changed(_ANSWER) if names else names
+
+
+def _is_not_run(record: Record) -> bool:
+    """Whether a command would have printed or done something that the script may depend on."""
+    name = record.words[0]
+    return not (
+        starts_training(record.words) or name in (RUNAWAY, "cd", "sleep") or name[:1] == "-"
+    )
+
+
+def _launch_of(record: Record, environ: Mapping[str, str]) -> Launch:
+    changed = {
+        name: value
+        for name, value in record.environment.items()
+        if environ.get(name) != value and name not in _NOT_THE_LAUNCHS
+    }
+    launch = launch_of(record.words, record.folder, changed)
+    assert launch is not None
+    return launch
+
+
+def _differences(training: Record, other: Record) -> set[str]:
+    """Options in which two trainings differ."""
+    here = values(training.words)
+    there = values(other.words)
+    return {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
+
+
+def _without_training(script: Path, reading: Reading, not_run: Sequence[Record]) -> str:
+    starting = [record for record in not_run if _STARTS.search(f"{record}")]
+    elsewhere = [record for record in starting if "python" not in record.words[0]]
+    if elsewhere:
+        return (
+            f"{script} starts it by `{elsewhere[-1]}` ({elsewhere[-1].line}), which is not read "
+            "here; give the command line of torchrun inside after --"
+        )
+    if reading.ended:
+        return (
+            f"{script} {reading.ended} and has started no training; set the variables that it "
+            "asks for, or give the command line of torchrun after --"
+        )
+    called = [f"{record}"[:80] for record in not_run]
+    lines = reading.printed.decode("utf-8", "replace").strip().splitlines()
+    *_, last = [line for line in lines if "_commfuse" not in line] or ["nothing"]  # of set -x
+    shown = "".join(filter(str.isprintable, last))[:200]
+    return (
+        f"{script} starts no pretraining: it ended with code {reading.code}, started "
+        f"{', '.join(called) or 'nothing'}, and printed last: {shown}; set the "
+        "variables that it asks for, or give the command line of torchrun after --"
+    )
+
+
+def _notes(reading: Reading, launch: Launch, text: str) -> list[str]:
+    """Remarks on what may surprise in how a script was read."""
+    notes = [
+        f"the script uses {file}, which it writes itself: a reading does not write it"
+        for file in sorted({*_WRITTEN.findall(text)} & {*_USED.findall(text)})
+    ]
+    for record in reading.records:
+        if record.words[0] == "cd":
+            notes.append(f"{record.line}: there is no folder for `{record}`")
+        elif record.words[0].startswith("-"):
+            notes.append(
+                f"{record.line}: bash takes `{record}` for a command of its own, because a "
+                "comment or a line without \\ ended the command before it"
             )
-        except TimeoutError as error:
-            raise UsageError(
-                f"{script[0]} did not end within {timeout:g} s although it starts nothing here; "
-                "give the command line that it runs"
-            ) from error
-        commands = []
-        for path in sorted(records.glob("*.json")):
-            words, started_in, variables = json.loads(path.read_text("utf-8"))
-            changed = {
-                name: value
-                for name, value in variables.items()
-                if environment.get(name) != value and name not in _NOT_THE_LAUNCHS
-            }
-            commands.append((words, started_in, changed))
-        return commands, (scratch / "printed").read_text("utf-8", "replace"), code
-
-
-def _write_programs(folder: Path, records: Path) -> Path:
-    """Write the programs into ``bin``, and the shell functions that bash reads first.
-
-    Functions take precedence over any search path, including one that a sourced file extends.
-    """
-    programs, recorder = folder / "bin", folder / "recorder.py"
-    programs.mkdir()
-    recorder.write_text(_RECORDER, "utf-8")
-    # -I ignores PYTHONHOME, which is invalid on purpose.
-    record = shlex.join([sys.executable, "-I", "-S", str(recorder), _OWN_READER, str(records)])
-    written = {name: f'exec {record} {name} "$@"' for name in _RECORDED}
-    written |= {**dict.fromkeys(_SKIPPED, ":"), "tee": "exec cat"}
-    functions = ['command_not_found_handle() { echo "not run: $*" >&2; }']
-    for name, line in written.items():
-        path = programs / name
-        path.write_text(f"#!/bin/sh\n{line}\n", "utf-8")
-        path.chmod(0o755)
-        functions.append(f'{name}() {{ {shlex.quote(str(path))} "$@"; }}')
-    for name in _READING:
-        if (real := shutil.which(name)) is not None:
-            os.symlink(os.path.abspath(real), programs / name)
-    read_first = folder / "functions.sh"
-    read_first.write_text("\n".join(functions) + "\n", "utf-8")
-    return read_first
+    if strays := [word for word in launch.options.words if word.startswith("#")]:
+        notes.append(
+            f"{' '.join(strays)}: a # inside quotes begins no comment; the words after it are "
+            f"options of {launch.script}"
+        )
+    if b"here-document" in reading.printed:
+        notes.append(
+            "this bash writes here-documents into files, which a reading does not; 5.1 does not"
+        )
+    return notes

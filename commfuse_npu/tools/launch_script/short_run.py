@@ -53,6 +53,11 @@ _TOKENIZER = (
 )
 
 
+def names_files(name: str) -> bool:
+    """Whether an option names data, checkpoints or logs, and no size of the training."""
+    return name in (*_FILES, *_DATA_OPTIONS, *_TOKENIZER) or name.startswith(_LOGS)
+
+
 def shorten(options: Options, iterations: int) -> None:
     """Train ``iterations`` iterations, each logged, without checkpoints and profiles."""
     options.set("--train-iters", iterations)
@@ -125,7 +130,7 @@ def torchrun_here(processes: int) -> list[str]:
     ]
 
 
-MARK = "COMMFUSE_STARTED_BY"
+_MARK = "COMMFUSE_STARTED_BY"
 """The environment variable of all processes that a command started."""
 
 _GRACE = 20.0
@@ -139,13 +144,11 @@ def run_bounded(
     environment: Mapping[str, str],
     log: Path,
     seconds: float,
-    linger: float = 0.0,
 ) -> int:
     """Run a command in a folder, with its output in ``log``; returns its exit code.
 
     Args:
         seconds: time limit.
-        linger: seconds that other processes of its group have to end after it; then they are ended.
 
     Raises:
         TimeoutError: it exceeded the time limit and was ended.
@@ -155,7 +158,7 @@ def run_bounded(
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env={**environment, MARK: mark},
+            env={**environment, _MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -163,13 +166,7 @@ def run_bounded(
             preexec_fn=die_with_parent,
         )
         try:
-            code = process.wait(seconds)
-            end = time.monotonic() + linger
-            with contextlib.suppress(ProcessLookupError):  # the last one has ended
-                while time.monotonic() < end:
-                    os.killpg(process.pid, 0)
-                    time.sleep(0.01)
-            return code
+            return process.wait(seconds)
         except subprocess.TimeoutExpired as error:
             raise TimeoutError(f"did not end within {seconds:.0f} s") from error
         finally:
@@ -199,7 +196,7 @@ def _marked(mark: str) -> Iterator[int]:
     """Processes that a command started, directly or indirectly."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+            if f"{_MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
                 yield int(path.parent.name)
 
 

@@ -78,6 +78,8 @@ class Launches(NamedTuple):
 def launches(text: str, ranks: int) -> Launches:
     """The commands for ``--launch``, one of MindSpeed-LLM.  Rehearsed on CPU, not run on NPUs.
 
+    A number of processes that the launch counts on its machine is ``ranks``.
+
     Raises:
         UsageError: it is not a launch, or not for this number of ranks.
     """
@@ -86,7 +88,7 @@ def launches(text: str, ranks: int) -> Launches:
     except ValueError as error:
         raise UsageError(f"--launch {text!r}: {error}; quote it as for a shell") from error
     checkout = Path(os.environ.get("MINDSPEED_LLM_HOME") or Path.cwd())
-    launch = read_launch(words, checkout)
+    launch = read_launch(words, checkout, per_node=ranks)
     if launch.processes != ranks:
         text = f"asks for {launch.processes} processes" if launch.processes else "names no number"
         raise UsageError(

@@ -44,8 +44,8 @@ def _parser() -> argparse.ArgumentParser:
         "With --model: simulates the layouts and schedules of a training on a described cluster "
         "and recommends one. Nothing is measured.",
         epilog="After -- a launch as it is typed: commfuse-npu plan -- torchrun ... "
-        "pretrain_gpt.py .... Scripts are run by bash with stand-ins for torchrun, python and most "
-        "other programs: pass only scripts that you trust. Exit codes: 0 answered, 1 no layout "
+        "pretrain_gpt.py .... A script is read by running it in bash behind a filter of system "
+        "calls: that changes no file, process or socket. Exit codes: 0 answered, 1 no layout "
         "fits or the launch would fail at its start, 2 invalid request.",
     )
     parser.add_argument(
@@ -53,6 +53,12 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         help="a launch script (its arguments after --), a folder of profiles, or a "
         "configuration's yaml file",
+    )
+    parser.add_argument(
+        "--nproc-per-node",
+        type=whole(),
+        metavar="N",
+        help="for a launch script that gets it from a command, such as npu-smi",
     )
     choose = parser.add_argument_group("recommending")
     choose.add_argument("--model", help="a yaml file, or its name in configs/: llama3_70b")
@@ -95,7 +101,7 @@ def main(words: Sequence[str]) -> int:
     if a_profile and launch:
         parser.error(f"-- {launch[0]}: no effect on {options.what}; leave it out")
     chosen = {name for name, value in vars(options).items() if value not in (None, False)}
-    takes = {"what", "json"} if a_profile else {"what", "json", "hardware"}
+    takes = {"what", "json"} if a_profile else {"what", "json", "hardware", "nproc_per_node"}
     if options.model is None and (idle := sorted(chosen - takes)):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
         parser.error(f"{names}: no effect without --model; leave it out")
@@ -121,7 +127,7 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     elif path is not None:
         words = ["bash", path, *words]
     tell(f"reading what {path or 'the command'} starts")
-    launch = ask_about(config, words, os.environ)
+    launch = ask_about(config, words, os.environ, arguments.nproc_per_node)
     # By default the description of the NPUs here, if there is one.
     descriptions = {described(name) or _HARDWARE for name, _ in listed_npus(Machine.this())}
     default = descriptions.pop() if len(descriptions) == 1 else _HARDWARE

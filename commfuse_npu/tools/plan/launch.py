@@ -8,7 +8,8 @@ from pathlib import Path
 from commfuse_npu.options import DEFAULTS, add_arguments, schedule_for, unknown_option
 from commfuse_npu.plan import Schedule, default_chunks
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.launch_script.launch import Launch, read_launch
+from commfuse_npu.tools.launch_script.command_line import Launch
+from commfuse_npu.tools.launch_script.launch import read_launch
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig, known_options
 from commfuse_npu.tools.simulate.attention import Latent
@@ -50,25 +51,35 @@ class AskedLaunch:
 
 
 def ask_about(
-    config: Path | None, words: Sequence[str], variables: Mapping[str, str]
+    config: Path | None,
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    per_node: int | None = None,
 ) -> AskedLaunch:
     """The launch that a configuration, a command line or both describe.
 
     A configuration represents its launcher in ``scripts``.  A command line can be complete,
-    options only, or a launch script with its arguments.  A script is run with stand-ins for
-    torchrun and Python, for at most a minute.
+    options only, or a launch script with its arguments.
+
+    Args:
+        per_node: number of processes on each node, if the launch does not say it.
 
     Raises:
         ConfigError: they cannot be read.
-        UsageError: the script starts no training, or an option looks like CommFuse's but does not
-            exist.
+        UsageError: the script starts no training, depends on a command that is not run, or starts
+            another number of processes; or an option looks like CommFuse's but does not exist.
     """
     if words and not words[0].startswith("--"):
-        launch = read_launch(words, environ=variables)
+        launch = read_launch(words, environ=variables, per_node=per_node)
     else:
         launch = Launch("", Options(words), None, None, Path(), registers=True)
     launch = replace(launch, environment={**variables, **launch.environment})
-    sizes = {"--nnodes": launch.nodes, "--nproc_per_node": launch.per_node}
+    if per_node is not None and launch.per_node not in (None, per_node):
+        raise UsageError(
+            f"--nproc-per-node {per_node}: the launch starts {launch.per_node} processes per node; "
+            "change it there"
+        )
+    sizes = {"--nnodes": launch.nodes, "--nproc_per_node": launch.per_node or per_node}
     torchrun = [word for name, size in sizes.items() if size for word in (name, str(size))]
     words = [*torchrun, *launch.options.words]
     if config is not None:

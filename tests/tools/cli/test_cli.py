@@ -17,7 +17,7 @@ from commfuse_npu.proof.cases import cases
 from commfuse_npu.tools import cli, verify_command
 from tests.launchers.launching import ROOT, started
 from tests.limits import LIMIT
-from tests.processes import interruptible, wait_for
+from tests.processes import interruptible
 
 
 def test_all_programs_are_proved(monkeypatch, capsys) -> None:
@@ -100,11 +100,11 @@ def test_the_wheel_plans_without_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_command_quietly(tmp_path: Path, how: signal.Signals, code: int) -> None:
-    script, begun = tmp_path / "hangs.sh", tmp_path / "begun"
-    script.write_text(f": > {begun}\nwhile :; do :; done\n", "utf-8")
+    script, pipe = tmp_path / "hangs.sh", tmp_path / "pipe"
+    script.write_text(f"read word < {pipe}\n", "utf-8")
+    os.mkfifo(pipe)
     words = [sys.executable, "-m", "commfuse_npu.tools.cli", "plan", str(script)]
-    with interruptible(words, cwd=ROOT) as running:
-        wait_for(begun.exists)
+    with interruptible(words, cwd=ROOT) as running, pipe.open("wb"):  # the script has opened it
         running.send_signal(how)
         assert running.communicate(timeout=LIMIT) == ("", "")
     assert running.returncode == code

@@ -32,7 +32,7 @@ LAUNCHES = (
     (f"{LAUNCH} --global-batch-size 7", 1, "choose --global-batch-size 4 or 8"),
     (f"{LAUNCH} --use-commfuse --commfuse-chunks 999", 2, "chunks is 999; at most 256, each"),
     (f"{LAUNCH} --num-experts 8 --moe-router-topk 99", 2, "is more than --num-experts 8"),
-    (LAUNCH.replace("node 8", "node 0"), 2, "--nproc-per-node is '0'; give a whole number from 1"),
+    (LAUNCH.replace("node 8", "node 0"), 2, "processes per node is empty or 0 here; give it (pl"),
     ("echo no data >&2; exit 3", 2, "printed last: no data; set the variables"),
     ("if then fi (", 2, "starts no pretraining: it ended with code 2, started nothing"),
     (f"{LAUNCH} --commfuse-wgrad=blocks", 2, "is refused: --commfuse-wgrad was removed: a weight"),

@@ -107,6 +107,17 @@ def test_a_form_that_fails_says_why(script: str, limit: float, said: str, tmp_pa
         train(FORMS[0], launched, tmp_path, limit)
 
 
+def test_what_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where /proc shows no process."""
+    monkeypatch.setattr(short_run, "_GRACE", 0.1)
+    monkeypatch.setattr(short_run, "_marked", lambda mark: [])
+    words = ["bash", "-c", "trap '' TERM; sleep 600 & echo $! > pid; wait"]
+    options = {"folder": tmp_path, "environment": os.environ, "log": tmp_path / "log"}
+    with pytest.raises(TimeoutError, match="did not end within 0 s"):
+        short_run.run_bounded(words, **options, seconds=0.5)
+    wait_for(lambda: ended(int((tmp_path / "pid").read_text())))
+
+
 def test_what_a_launch_leaves_behind_is_ended(tmp_path: Path) -> None:
     """A rank in its own session, as torchrun starts them, whose launcher has exited."""
     words = ["bash", "-c", "setsid sleep 600 & echo $! > pid; exit 3"]
