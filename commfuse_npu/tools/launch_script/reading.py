@@ -26,7 +26,7 @@ _SECONDS = 30.0
 """The longest reading."""
 _QUIET_SECONDS = 2.0
 """Seconds without a record after a training, in which another one may begin."""
-_REPEATS = 100
+_REPEATS = 40
 _RECORDS = 500
 """Numbers of the same and of all commands after which a script is taken to wait for something."""
 _REPORT = 731
