@@ -69,7 +69,7 @@ def read_script(
     It is ended if it waits for something, or starts the same training again.
 
     Args:
-        script: its path and its arguments.
+        script: path and arguments.
         environ: its environment, except for the search path.
         answer: that of commands that are not run.
         first_only: end it after the first training.
@@ -102,8 +102,7 @@ def read_script(
                 keep=high.fileno(),
             )
         try:
-            programs = Path(name) / "bin"
-            reading.ended = _follow(reading, output, reports, programs, first_only)
+            reading.ended = _follow(reading, output, reports, Path(name) / "bin", first_only)
         finally:
             # Its exit code, if it has one, is set before its end of the reports is closed.
             os.killpg(process.pid, signal.SIGKILL)
