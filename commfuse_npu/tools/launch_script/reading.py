@@ -26,7 +26,7 @@ _SECONDS = 30.0
 """The longest reading."""
 _QUIET_SECONDS = 2.0
 """Seconds without a record after a training, in which another one may begin."""
-_REPEATS = 100
+_REPEATS = 40
 _RECORDS = 500
 """Numbers of the same and of all commands after which a script is taken to wait for something."""
 _REPORT = 731
@@ -69,7 +69,7 @@ def read_script(
     It is ended if it waits for something, or starts the same training again.
 
     Args:
-        script: its path and its arguments.
+        script: path and arguments.
         environ: its environment, except for the search path.
         answer: that of commands that are not run.
         first_only: end it after the first training.
@@ -102,8 +102,7 @@ def read_script(
                 keep=high.fileno(),
             )
         try:
-            programs = Path(name) / "bin"
-            reading.ended = _follow(reading, output, reports, programs, first_only)
+            reading.ended = _follow(reading, output, reports, Path(name) / "bin", first_only)
         finally:
             # Its exit code, if it has one, is set before its end of the reports is closed.
             os.killpg(process.pid, signal.SIGKILL)

@@ -95,9 +95,7 @@ prlimit64 302 261
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0o20000000
 """Flags of ``open``; the last one is ``__O_TMPFILE``."""
 _FCNTL_OF_A_DESCRIPTOR = (0, 1, 2, 3, 4, 1030, 1032)
-"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ."""
-_FCNTL_LOCKS = (6, 7, 37, 38)
-"""F_SETLK, F_SETLKW and those of open file descriptions."""
+"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ; not locks, owners."""
 _IOCTL_QUERIES = (0x5401, 0x5413, 0x540F, 0x541B, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, TIOCGPGRP, FIONREAD, FIONCLEX, FIOCLEX."""
 _CLONE_OUTSIDE = 0x7E028000
@@ -109,7 +107,11 @@ _MADVISE_HWPOISON = 100
 
 _Instruction = tuple[int, int, int, int]
 """Code, jumps if true and if false, constant: ``struct sock_filter``."""
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
 _ALLOW: _Instruction = (_RETURN, 0, 0, 0x7FFF0000)
 
 
@@ -122,12 +124,8 @@ _PRETEND = _fail(0)
 
 
 def _load(offset: int) -> _Instruction:
-    """Load a word of ``struct seccomp_data``: number at 0, machine at 4, arguments from 16."""
+    """Load a word of ``struct seccomp_data``: the number is at 0, the machine at 4."""
     return (_LOAD, 0, 0, offset)
-
-
-def _argument(index: int, high: bool = False) -> _Instruction:
-    return _load(16 + 8 * index + (4 if high else 0))
 
 
 def _when(test: int, value: int, *then: _Instruction) -> list[_Instruction]:
@@ -135,30 +133,24 @@ def _when(test: int, value: int, *then: _Instruction) -> list[_Instruction]:
     return [(test, 0, len(then), value), *then]
 
 
-def _among(values: Sequence[int], then: _Instruction) -> list[_Instruction]:
-    return [step for value in values for step in _when(_EQUAL, value, then)]
-
-
-_OPENING = [*_when(_ANY_BIT, _WRITES, _PRETEND), _ALLOW]
-_CHECKS: dict[str, list[_Instruction]] = {
-    "open": [_argument(1), *_OPENING],
-    "openat": [_argument(2), *_OPENING],
-    "close": [_argument(0), *_when(_EQUAL, 0, _PRETEND), _ALLOW],
-    "fcntl": [
-        _argument(1),
-        *_among(_FCNTL_OF_A_DESCRIPTOR, _ALLOW),
-        *_among(_FCNTL_LOCKS, _PRETEND),
-        _fail(errno.EPERM),
-    ],
-    "ioctl": [_argument(1), *_among(_IOCTL_QUERIES, _ALLOW), _fail(errno.ENOTTY)],
-    "clone": [_argument(0), *_when(_ANY_BIT, _CLONE_OUTSIDE, _fail(errno.EPERM)), _ALLOW],
-    "madvise": [_argument(2), *_when(_AT_LEAST, _MADVISE_HWPOISON, _fail(errno.EPERM)), _ALLOW],
+_FIRST = (16,)
+_SECOND = (24,)
+_THIRD = (32,)
+_THIRD_OF_64_BITS = (32, 36)
+"""Where the words of arguments are."""
+_Check = tuple[tuple[int, ...], int, tuple[int, ...], _Instruction, _Instruction]
+"""Words, test, constants, what follows if a word passes with one of them, and if none does."""
+_OPENING = (_ANY_BIT, (_WRITES,), _PRETEND, _ALLOW)
+_CHECKS: dict[str, _Check] = {
+    "open": (_SECOND, *_OPENING),
+    "openat": (_THIRD, *_OPENING),
+    "close": (_FIRST, _EQUAL, (0,), _PRETEND, _ALLOW),
+    "fcntl": (_SECOND, _EQUAL, _FCNTL_OF_A_DESCRIPTOR, _ALLOW, _PRETEND),
+    "ioctl": (_SECOND, _EQUAL, _IOCTL_QUERIES, _ALLOW, _fail(errno.ENOTTY)),
+    "clone": (_FIRST, _ANY_BIT, (_CLONE_OUTSIDE,), _fail(errno.EPERM), _ALLOW),
+    "madvise": (_THIRD, _AT_LEAST, (_MADVISE_HWPOISON,), _fail(errno.EPERM), _ALLOW),
     # Limits are read if the pointer to new ones is null.
-    "prlimit64": [
-        _argument(2),
-        *_when(_EQUAL, 0, _argument(2, high=True), *_when(_EQUAL, 0, _ALLOW), _PRETEND),
-        _PRETEND,
-    ],
+    "prlimit64": (_THIRD_OF_64_BITS, _AT_LEAST, (1,), _PRETEND, _ALLOW),
 }
 """What decides on the calls of ``CHECKED``."""
 
@@ -182,9 +174,13 @@ def program(machine: str) -> bytes:
         (SOCKETS, _fail(errno.EACCES)),
     )
     for name, number in numbers(CHECKED, machine).items():
-        steps += _when(_EQUAL, number, *_CHECKS[name])
+        words, test, constants, then, otherwise = _CHECKS[name]
+        tests = [step for value in constants for step in _when(test, value, then)]
+        check = [step for word in words for step in (_load(word), *tests)]
+        steps += _when(_EQUAL, number, *check, otherwise)
     for calls, action in lists:
-        steps += _among(list(numbers(calls, machine).values()), action)
+        for number in numbers(calls, machine).values():
+            steps += _when(_EQUAL, number, action)
     return b"".join(struct.pack("HBBI", *step) for step in [*steps, refused])
 
 
@@ -192,7 +188,9 @@ class _FilterProgram(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
 
 
-_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, _PR_SET_NO_NEW_PRIVS = 22, 2, 38
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_SET_SECCOMP = 22
+_SECCOMP_MODE_FILTER = 2
 
 
 def filter_here() -> bytes:

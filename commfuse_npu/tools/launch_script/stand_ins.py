@@ -219,23 +219,21 @@ def write_stand_ins(folder: Path, answer: Answer, output: int, report: int) -> M
         path = folder / name
         path.write_text(_filled(text, values), "utf-8")
         path.chmod(0o755)
+    recorded = {"answer": answer.text.encode(), "status": answer.status}
+    _write_recorder(home, {**recorded, "output": output, "report": report})
+    return {"PATH": str(programs), "BASH_ENV": str(folder / "shell"), "PYTHONHOME": str(home)}
+
+
+def _write_recorder(home: Path, values: Mapping[str, object]) -> None:
+    """Write the recorder for each Python that is started with this ``PYTHONHOME``."""
     library = home / "lib"
     library.mkdir(parents=True)
     os.symlink(library, home / "lib64")
     for minor in _PYTHONS:
         os.symlink(library, library / f"python3.{minor}")
-    recorder = {
-        "mark": _MARK,
-        "own_reader": _OWN_READER,
-        "python": os.fsencode(sys.executable),
-        "output": output,
-        "answer": answer.text.encode(),
-        "status": answer.status,
-        "report": report,
-    }
-    literals = {name: repr(value) for name, value in recorder.items()}
+    always = {"mark": _MARK, "own_reader": _OWN_READER, "python": os.fsencode(sys.executable)}
+    literals = {name: repr(value) for name, value in {**always, **values}.items()}
     (library / "encodings.py").write_text(_filled(_RECORDER, literals), "utf-8")
-    return {"PATH": str(programs), "BASH_ENV": str(folder / "shell"), "PYTHONHOME": str(home)}
 
 
 def _filled(text: str, values: Mapping[str, object]) -> str:

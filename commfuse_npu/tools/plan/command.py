@@ -105,6 +105,8 @@ def main(words: Sequence[str]) -> int:
     if options.model is None and (idle := sorted(chosen - takes)):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
         parser.error(f"{names}: no effect without --model; leave it out")
+    if options.model is not None and options.nproc_per_node is not None:
+        parser.error("--nproc-per-node: no effect with --model; use --npus")
     try:
         if options.model is not None:
             return _recommend(options)

@@ -63,6 +63,8 @@ QUESTIONS = (
     ("plan empty.yaml", "empty.yaml holds nothing, not a mapping of name: value"),
     ("plan file --tp 2", "--tp: no effect without --model; leave it out"),
     ("plan there", "'there' has no *_ascend_pt with ASCEND_PROFILER_OUTPUT in it; record it with"),
+    ("plan good.sh --nproc-per-node 4", "the launch starts 8 processes per node; change it there"),
+    ("plan --model llama3_8b --nproc-per-node 4", "no effect with --model; use --npus"),
     ("plan there --hardware x", "--hardware: no effect without --model; leave it"),
     ("plan there --json no/such/x.json", "'no/such/x.json' cannot be written; give a file in"),
     ("plan there -- --commfuse-chunks 4", "-- --commfuse-chunks: no effect on there"),

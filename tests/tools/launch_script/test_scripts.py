@@ -132,7 +132,7 @@ def test_what_a_reading_cannot_know_is_asked_for(script: str, read: Read) -> Non
     assert ASKED[script] in str(error.value)
 
 
-def test_a_number_that_is_given_takes_the_place_of_a_command(read: Read) -> None:
+def test_a_given_number_takes_the_place_of_a_command(read: Read) -> None:
     assert read(f"N=$(npu-smi info | wc -l); {COUNT}", per_node=16).processes == 16
     script = f"N=$(nvidia-smi | wc -l); {TRAIN} --save $(date +%N)/$RANDOM"
     launch = read(f"{script} --load $(git rev-parse HEAD)", per_node=4)
@@ -149,7 +149,7 @@ def test_two_trainings_are_noted_and_assignments_reach_the_script(read: Read) ->
     assert launch.notes == ["run.sh starts 2 trainings; this is about the first"]
 
 
-def test_comments_that_end_a_command_and_missing_folders_are_noted(read: Read) -> None:
+def test_comments_that_end_a_command_are_noted(read: Read) -> None:
     launch = read(
         f'cd /no/such\nARGS="--swiglu \\\n # --lora \\\n"\n{TRAIN} \\\n $ARGS \\\n #--x \\\n --y\n'
     )
