@@ -10,14 +10,16 @@ import torch
 from commfuse_npu import ops
 from commfuse_npu.overlap import ForwardBackwardOverlap
 
-WITHOUT_TRANSFERS = {"Documents", "LinearOptions"}
-SHARDED = {"ShardedLinear", "shard_linears", "sharded_linear", "average_gradients"}
-SHARDED |= {"clip_gradient_norm"}
+WITHOUT_TRANSFERS = "Documents", "LinearOptions"
+SHARDED = "ShardedLinear", "shard_linears", "sharded_linear"
+GRADIENTS = "average_gradients", "clip_gradient_norm"
 
 
 def entry_points() -> Iterator[Callable[..., Any]]:
     """Every public function of the ops, and the public methods of their classes."""
-    for name in set(ops.__all__) - WITHOUT_TRANSFERS - SHARDED:
+    for name in ops.__all__:
+        if name in WITHOUT_TRANSFERS + SHARDED + GRADIENTS:
+            continue
         public = getattr(ops, name)
         if not isclass(public):
             yield public
