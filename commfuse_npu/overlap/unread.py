@@ -52,8 +52,9 @@ class Readers(TorchDispatchMode):
         self._tensors: list[weakref.ref[torch.Tensor]] = []
 
     def __enter__(self) -> Readers:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, _unchanged)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         self._hooks.__enter__()
+        self._top_hooks = _top_saved_tensors_default_hooks(False)
         super().__enter__()
         return self
 
@@ -101,7 +102,7 @@ class Readers(TorchDispatchMode):
             results = tree_leaves(result)
             if "dropout" in name:
                 results = results[:1]  # then the mask
-            if _top_saved_tensors_default_hooks(False) != (self._save, _unchanged):
+            if _top_saved_tensors_default_hooks(False) != self._top_hooks:
                 self._read()  # other hooks may save it, as those that swap activations out
             for leaf in results:
                 if torch.is_tensor(leaf):
@@ -129,10 +130,6 @@ def _held_in_python(tensor: torch.Tensor) -> bool:
     A transfer that has just ended may hold its tensors a moment longer, in C++.
     """
     return any(not isinstance(holder, FrameType) for holder in gc.get_referrers(tensor))
-
-
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _address(tensor: torch.Tensor) -> int:
