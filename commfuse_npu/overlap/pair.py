@@ -85,7 +85,7 @@ class ForwardBackwardOverlap:
         self.states = [RandomState(self.device)] if states is None else list(states)
         # One thread for all backwards: a new one would start with a cold allocator cache.
         self._second_thread = ThreadPoolExecutor(1, "commfuse-backward")
-        self.enabled = os.environ.get("COMMFUSE_FB_OVERLAP", "1") != "0"
+        self.enabled = enabled_by_environment()
         self.pairs = 0
         self.hand_overs = [0, 0]
         self.orders: dict[Hashable, Order] = {}
@@ -190,6 +190,11 @@ class ForwardBackwardOverlap:
                     "pairs, other ranks of its group did not: their collectives were matched "
                     "wrongly; run the same pairs, with the same collectives, on all ranks"
                 )
+
+
+def enabled_by_environment() -> bool:
+    """Whether ``COMMFUSE_FB_OVERLAP`` is not 0."""
+    return os.environ.get("COMMFUSE_FB_OVERLAP", "1") != "0"
 
 
 class _Context:

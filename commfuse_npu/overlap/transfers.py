@@ -31,8 +31,9 @@ from torch.utils._pytree import tree_leaves
 
 from commfuse_npu.overlap.turns import FORWARD, NAMES, Turns
 from commfuse_npu.runtime.order_log import Entry, OrderLog
+from commfuse_npu.runtime.undefined_results import results_are_undefined
 
-__all__ = ["active_turns", "handing_over", "take_turns_at_transfers"]
+__all__ = ["active_turns", "handing_over", "hook_collectives", "take_turns_at_transfers"]
 
 _WAIT_HANDS_OVER = {
     "all_gather": False,
@@ -78,7 +79,7 @@ def take_turns_at_transfers(
         raise RuntimeError(
             "a forward and a backward run side by side already; a pair cannot contain another one"
         )
-    _install()
+    hook_collectives()
     _refuse_fsdp()
     _turns, _groups, _log = turns, groups, log
     try:
@@ -120,10 +121,13 @@ def handing_over(function: Callable[..., Any], wait_hands_over: bool) -> Callabl
     def collective(*args: Any, **kwargs: Any) -> Any:
         global _beginning
         turns = _turns
+        asynchronous = kwargs.get("async_op", False) or args[async_at:] == (True,)
+        if results_are_undefined() and not asynchronous:
+            return None
         group = args[group_at] if len(args) > group_at else kwargs.get("group")
         if turns is None or _beginning or group not in _groups:
             return function(*args, **kwargs)
-        asynchronous = kwargs.pop("async_op", False) or args[async_at:] == (True,)
+        kwargs.pop("async_op", None)
         log = _recorded(function.__name__, group, turns.side, (*args, *kwargs.values()))
         _beginning = True
         try:
@@ -191,8 +195,9 @@ def _refused(function: Callable[..., Any], why: str, applies: Callable[..., Any]
 
 
 @functools.cache
-def _install() -> None:
-    """Wrap the functions, once; outside a pair they do what they did."""
+def hook_collectives() -> None:
+    """Wrap the functions, once; outside a pair they do what they did, unless their results are left
+    undefined (:mod:`~commfuse_npu.runtime.undefined_results`)."""
     for name, wait_hands_over in _WAIT_HANDS_OVER.items():
         if hasattr(c10d, name):
             _wrap(c10d, name, handing_over, wait_hands_over)

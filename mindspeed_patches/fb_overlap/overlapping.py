@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.overlap import ForwardBackwardOverlap
+from commfuse_npu.overlap.pair import enabled_by_environment
 from commfuse_npu.plan.slots import (
     in_flight_without,
     most_in_flight,
@@ -21,6 +22,7 @@ from commfuse_npu.plan.slots import (
 )
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches.fb_overlap.core_versions import Layout, obstacle
+from mindspeed_patches.fb_overlap.recomputation import Recomputation
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from mindspeed_patches.fb_overlap.side_states import Census, separate_scratch, side_states
 from mindspeed_patches.patching import PatchManager, around
@@ -55,6 +57,7 @@ class Overlapping:
         self._patches = PatchManager()
         self.overlap: ForwardBackwardOverlap | None = None
         self.clock: Callable[[], float] | None = None
+        self.recomputation = Recomputation()
         self._decided = False
         self._tried: list[float] = []
         self._said: set[str] = set()
@@ -72,6 +75,8 @@ class Overlapping:
         """Like :meth:`start`, but through MindSpeed's patch manager."""
         path = f"{_SCHEDULES}.get_forward_backward_func"
         patch_manager.register_patch(path, self.get_forward_backward_func_wrapper)
+        if enabled_by_environment():
+            self.recomputation.register(patch_manager)
 
     @around
     def get_forward_backward_func_wrapper(
@@ -84,6 +89,12 @@ class Overlapping:
     def _run(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
         if step.get("forward_only"):
             return plain(**step)
+        losses = self._train(plain, step)
+        if (left_out := self.recomputation.describe()) is not None:
+            self._say(left_out)
+        return losses
+
+    def _train(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
         reason = self._obstacle(plain, step)
         if reason is not None:
             self._say(f"off: {reason}")

@@ -1,0 +1,132 @@
+"""Recomputations leave out the last GEMM and its transfer, with the bits of Megatron's own."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._C._profiler import _ExperimentalConfig
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from mindspeed_patches.fb_overlap import Overlapping
+from mindspeed_patches.fb_overlap.recomputation import Recomputation, identity
+from tests.megatron.models import EXPERTS, RECOMPUTED, Case
+from tests.megatron.training import Trainer, layout
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+LAYERS, MICROBATCHES = 3, 2
+DENSE = Case(tensor=2, microbatches=MICROBATCHES, options=RECOMPUTED | {"num_layers": LAYERS})
+SCATTER, REDUCE = "c10d::_reduce_scatter_base_", "c10d::allreduce_"
+BLOCK = {"recompute_method": "block", "recompute_num_layers": 2}
+CASES = {
+    "two layers a checkpoint, dropout": (
+        DENSE.but(DROPOUT | {"recompute_num_layers": 2, "num_layers": 4}),
+        SCATTER,
+        2 * MICROBATCHES,
+    ),
+    "block": (DENSE.but(BLOCK), SCATTER, 2 * MICROBATCHES),
+    "one micro-batch, no SP": (
+        replace(DENSE.but({"sequence_parallel": False}), microbatches=1),
+        REDUCE,
+        LAYERS,
+    ),
+    "PP 2": (replace(DENSE.but({"num_layers": 4}), stages=2), SCATTER, 2 * MICROBATCHES),
+    "shared experts": (DENSE.but(EXPERTS), SCATTER, LAYERS * MICROBATCHES),
+}
+"""Layouts, the collective that is left out, and how often in a step."""
+
+
+def trained(case: Case) -> tuple[str, Counter[str]]:
+    """Bits after three steps, and the operators of the last one in all threads."""
+    trainer = Trainer(case)
+    first = trainer.run(2)
+    threads = _ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=threads) as profile:
+        bits = first + trainer.run(1)
+    return bits, Counter({event.key: event.count for event in profile.key_averages()})
+
+
+def compare(rank: int, case: Case) -> Counter[str]:
+    """The operators that a step leaves out, after a comparison of all bits."""
+    overlapping = Overlapping()
+    with layout(case):
+        own, megatrons = trained(case)
+        overlapping.start()
+        try:
+            ours, left = trained(case)
+        finally:
+            overlapping.stop()
+    assert ours == own
+    return megatrons - left
+
+
+@pytest.mark.parametrize(("case", "collective", "count"), CASES.values(), ids=CASES)
+def test_the_last_gemm_and_its_transfer_are_left_out(
+    ranks: Any, case: Case, collective: str, count: int
+) -> None:
+    for missing in ranks(case.size).run(compare, case):
+        assert missing[collective] == missing["aten::mm"] == count
+
+
+def test_nothing_is_left_out_when_turned_off(ranks: Any) -> None:
+    for missing in ranks(2).run(turned_off):
+        assert not missing["aten::mm"]
+
+
+def turned_off(rank: int) -> Counter[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMMFUSE_FB_OVERLAP", "0")
+        return compare(rank, DENSE)
+
+
+def other_number(rank: int) -> str:
+    """The error of a checkpoint that recomputes fewer layers than in its first recomputation."""
+    from megatron.core import tensor_parallel
+
+    recomputation = Recomputation()
+    overlapping = Overlapping()
+    overlapping.recomputation = recomputation
+    with layout(DENSE):
+        overlapping.start()
+        try:
+            layers = Trainer(DENSE).models[0].module.decoder.layers
+            rows = [layer.mlp.linear_fc2 for layer in layers]
+            count = [len(rows)]
+
+            def function(x: torch.Tensor) -> torch.Tensor:
+                for row in rows[: count[0]]:
+                    x = x + row(x.repeat(2, 1, 1))[0]
+                return x
+
+            def train() -> None:
+                x = torch.randn(8, 2, 32, requires_grad=True)
+                tensor_parallel.checkpoint(function, False, x).sum().backward()
+
+            train()
+            train()
+            count[0] = 1
+            with pytest.raises(RuntimeError) as error:
+                train()
+        finally:
+            overlapping.stop()
+    return str(error.value)
+
+
+def test_another_number_of_layers_is_refused(ranks: Any) -> None:
+    for error in ranks(2).run(other_number):
+        assert "called 1 row-parallel layers" in error
+        assert "the same checkpoint 3" in error
+
+
+def test_checkpoints_are_told_apart_by_their_layers_not_by_their_tensors() -> None:
+    def custom(start: int, end: int, mask: torch.Tensor, block: torch.nn.Module) -> Any:
+        return lambda x: block(x[start:end] + mask)
+
+    one, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    mask = torch.zeros(1)
+    assert identity(custom(0, 1, mask, one)) == identity(custom(0, 1, mask + 1, one))
+    assert identity(custom(0, 1, mask, one)) != identity(custom(1, 2, mask, one))
+    assert identity(custom(0, 1, mask, one)) != identity(custom(0, 1, mask, other))
+    assert identity(one.forward) == identity(one.forward) != identity(other.forward)
