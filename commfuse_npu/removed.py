@@ -8,6 +8,10 @@ _SHARDS = (
     "PyTorch's FSDP2 shards a model over its data-parallel ranks, with torch.distributed.fsdp."
     "fully_shard(module), torch.optim and torch.nn.utils.clip_grad_norm_"
 )
+_FORMS = (
+    "in a checkout, python -m scripts.evidence.measured compares forms of a layer on a CPU; "
+    "commfuse-npu measure --launch compares those of a launch on NPUs"
+)
 
 REMOVED = {
     **dict.fromkeys(
@@ -21,8 +25,10 @@ REMOVED = {
     "--commfuse-taper": "all chunks of a block have one length; leave it out, or choose their "
     "number with --commfuse-chunks",
     "taper_down": "all chunks have one length; Schedule.runs cuts a block into them",
+    "commfuse-npu bench": _FORMS,
+    **{f"commfuse-npu measure --{name}": _FORMS for name in ("works", "forms", "ratios", "rounds")},
 }
-"""By name: a name in Python, or an option of a launch with its dashes."""
+"""By name: a name in Python, an option of a launch with its dashes, or a command's words."""
 
 
 def removed(name: str) -> str:

@@ -1,1 +1,1 @@
-"""The commands before and after a training: doctor, plan, simulate, bench, measure, verify."""
+"""The commands before and after a training: doctor, plan, simulate, measure, verify."""

@@ -9,19 +9,16 @@ from contextlib import suppress
 from importlib import import_module
 
 from commfuse_npu import __version__
+from commfuse_npu.removed import removed
 
 _COMMANDS = {
     "doctor": ("doctor.command", "is this machine ready?"),
     "plan": ("plan.command", "would it help a launch or a model? which flags?"),
     "simulate": ("simulate.command", "what would it bring on a described cluster?"),
-    "bench": ("measure.command", "how much communication does each form hide here?"),
     "measure": ("measure.command", "what the simulator assumes of a machine, measured on it"),
     "verify": ("verify_command", "prove all programs, or a recorded run (--log)"),
 }
 """Subcommands: module, and the question that it answers."""
-
-_SHORT = {"bench": ("--device", "cpu", "--steps", "forms", "--folder", "bench")}
-"""The first words of a subcommand that is a short form of another one."""
 
 _PACKAGES = {
     "torch": "install the torch of your torch_npu, or pip install 'commfuse-npu[cpu]'",
@@ -40,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         # As after Ctrl-C: processes are ended and temporary folders removed.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    if arguments is None and words[:1] and words[0] not in ("bench", "measure"):
+    if arguments is None and words[:1] and words[0] != "measure":
         # As in other programs: `simulate | head` ends silently when the reader has gone.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
@@ -83,10 +80,13 @@ def _answer(words: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"commfuse-npu {__version__}")
     parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help="one of those below")
+    called = " ".join([parser.prog, *words[:1]])
+    for name in (called, *(f"{called} {word.partition('=')[0]}" for word in words[1:])):
+        if why := removed(name):
+            parser.error(why)
     command = parser.parse_args(words[:1] or ["--help"]).command
-    asked = [*_SHORT.get(command, ()), *words[1:]]
     try:
-        return int(import_module(f"commfuse_npu.tools.{_COMMANDS[command][0]}").main(asked))
+        return int(import_module(f"commfuse_npu.tools.{_COMMANDS[command][0]}").main(words[1:]))
     except ModuleNotFoundError as error:
         if error.name not in _PACKAGES:
             raise

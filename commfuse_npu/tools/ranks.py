@@ -176,7 +176,6 @@ def _join(rank: int, size: int, store: str, device: str, timeout: float, worker:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # a sleeping GEMM leaves arbitrary numbers
     if device != "cpu":
         # Read, not run.
         import torch_npu  # noqa: F401

@@ -16,7 +16,6 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
-from commfuse_npu.tools.measure.wire import pace
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.start_report import StartReport
@@ -28,6 +27,7 @@ from .data import Corpus
 from .megatron_on_cpu import megatron_on_cpu
 from .model import build_trainee
 from .ulysses import UlyssesAttention
+from .wire import pace
 
 
 class Worker:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from commfuse_npu import Schedule, TransportError
 from commfuse_npu.runtime.scratch import ScratchPool
-from commfuse_npu.tools.measure.wire import connected_sockets
+from scripts.cpu_pretraining.wire import connected_sockets
 from tests.distributed.programs import transport, watch_calls, watch_posts
 from tests.limits import BRIEF
 from tests.random_networks.case import WITH_PROJECTION, Bucket, BucketRun, Case, one_layer

@@ -15,6 +15,7 @@ from commfuse_npu.tools import cli
 from commfuse_npu.tools.option_types import Parser
 from scripts.cpu_pretraining.__main__ import main as pretraining
 from scripts.evidence import layers, pictures, steps
+from scripts.evidence.measured.__main__ import main as measured
 
 ROOT = Path(__file__).resolve().parents[2]
 AT_THE_TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -30,6 +31,7 @@ _PATH = re.compile(
 _ASKED: dict[str, Callable[[list[str]], int]] = {
     "commfuse-npu ": cli.main,
     **{f"python -m {tool.__name__} ": tool.main for tool in (layers, pictures, steps)},
+    "python -m scripts.evidence.measured": measured,
     "bash scripts/pretrain_llama_cpu.sh": pretraining,
 }
 

@@ -8,14 +8,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from commfuse_npu import __version__
 from commfuse_npu.config_file import ConfigError, find_config
 from commfuse_npu.hardware.description import Hardware, described
-from commfuse_npu.options import whole, words, words_from
+from commfuse_npu.options import whole, words_from
 from commfuse_npu.runtime.atomic_write import atomic_write
 from commfuse_npu.tools.doctor.environment import check_variables
 from commfuse_npu.tools.doctor.machine import Machine, check_devices, topology
@@ -32,24 +31,8 @@ from commfuse_npu.tools.measure.launches import (
     launches,
     train,
 )
-from commfuse_npu.tools.measure.report import (
-    Row,
-    as_markdown,
-    compared,
-    forms_report,
-    verdict,
-)
-from commfuse_npu.tools.measure.rounds import time_forms
-from commfuse_npu.tools.measure.steps import (
-    FORMS,
-    LAUNCH,
-    NAMES,
-    STEPS,
-    WORKS,
-    Scale,
-    Times,
-    slowest,
-)
+from commfuse_npu.tools.measure.report import Row, as_markdown, compared, verdict
+from commfuse_npu.tools.measure.steps import LAUNCH, STEPS, Scale, Times, slowest
 from commfuse_npu.tools.option_types import Parser, positive, refuse
 from commfuse_npu.tools.ranks import Ranks, RanksError, check_backend
 from commfuse_npu.tools.terminal import tell
@@ -97,10 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="commfuse-npu measure",
         description="Measures what the simulator assumes of a machine: links, GEMMs, the host, "
-        "memory, attention; how much communication each form of a layer hides, on a CPU over "
-        "links that are given a rate; and which form of a launch is fastest. Each step is kept "
-        "when it is over; measured.yaml is for simulate --hardware and plan --hardware. bench "
-        "stands for measure --device cpu --steps forms --folder bench.",
+        "memory, attention; and which form of a launch is fastest. Each step is kept when it is "
+        "over; measured.yaml is for simulate --hardware and plan --hardware.",
         epilog="Steps: "
         + "; ".join(f"{name}: {question}" for name, question in STEPS.items())
         + " The same command continues with what is missing. Exit codes: 0 all measured, 1 a step "
@@ -119,30 +100,12 @@ def _parser() -> argparse.ArgumentParser:
         help="then a running step ends and no other one starts; default %(default)g")  # fmt: skip
     add("--timeout", type=positive, default=900.0, metavar="SECONDS",
         help="for one question, or one form; default %(default)g")  # fmt: skip
-    add = parser.add_argument_group("the step forms").add_argument
-    add("--works", type=words_from(WORKS), metavar="WORKS",
-        help=f"from {', '.join(WORKS)}; default mlp,layers")  # fmt: skip
-    add("--forms", type=words_from(NAMES), metavar="FORMS",
-        help=f"from {', '.join(NAMES)}; default all")  # fmt: skip
-    add("--ratios", type=_ratios,
-        help="on a CPU: time on the links / time of the computation; default 1")  # fmt: skip
-    add("--rounds", type=whole(), help="default 3")
     add = parser.add_argument_group("the step launch").add_argument
     add("--launch", metavar="COMMAND",
         help="train ten iterations of it in each form: plain, Megatron's order, CommFuse, MC2, "
         "CoC; a launch script of MindSpeed-LLM and its arguments, or its torchrun command (read, "
         "rehearsed, not run on NPUs)")  # fmt: skip
     return parser
-
-
-def _ratios(text: str) -> tuple[float, ...]:
-    try:
-        ratios = {float(word) for word in words(text)}
-    except ValueError:
-        ratios = {-1.0}
-    if not all(0 <= ratio <= 100 for ratio in ratios):
-        raise argparse.ArgumentTypeError(f"{text!r}: ratios are numbers from 0 to 100")
-    return tuple(sorted(ratios))
 
 
 class _Run:
@@ -186,16 +149,7 @@ class _Run:
         """
         options = self._options
         for step in self._steps:
-            if step == FORMS:
-                names, rounds = options.forms or NAMES, options.rounds or 3
-                # The links of a device keep their rate.
-                ratios = options.ratios or (1.0,) if options.device == "cpu" else (None,)
-                for work, ratio in product(options.works or ("mlp", "layers"), ratios):
-                    title = f"{FORMS}, {work}" + ("" if ratio is None else f", ratio {ratio:g}")
-                    setting = {"work": work, "ratio": ratio, "names": names, "rounds": rounds}
-                    measure = partial(time_forms, self._ask, self._scale, **setting)
-                    yield title, title, [*sorted(names), rounds], measure
-            elif self._launched is not None and step == LAUNCH:
+            if self._launched is not None and step == LAUNCH:
                 # Idle ranks would compete with the training.
                 self._end_ranks()
                 self._folder.store(LAUNCH, {"asked": options.launch})
@@ -204,7 +158,7 @@ class _Run:
                     train = partial(self._trained, form, self._launched)
                     yield form.step, f"{LAUNCH}, {form.title}", options.launch, train
             else:
-                yield step, step, None, partial(self._slowest, step)
+                yield step, step, None, partial(self._times, step)
 
     def _complete(self, name: str, title: str, asked: Any, measure: Callable[[], Any]) -> bool:
         """Measure and store a part, unless it is stored already; a failure is stored, too."""
@@ -239,13 +193,10 @@ class _Run:
         """Seconds for a question, or a training, that starts now."""
         return max(1.0, min(self._options.timeout, self._end - time.monotonic()))
 
-    def _slowest(self, step: str) -> Times:
-        return slowest(self._ask(step, self._scale))
-
-    def _ask(self, method: str, *args: Any) -> list[Any]:
+    def _times(self, step: str) -> Times:
         ranks = self._ranks or self._started()
         ranks.timeout = self._limit()
-        return ranks.ask(method, *args)
+        return slowest(ranks.ask(step, self._scale))
 
     def _started(self) -> Ranks:
         options = self._options
@@ -274,15 +225,12 @@ class _Run:
         facts = self._folder.steps.get("machine", {})
         steps = {k: v for k, v in self._folder.steps.items() if not k.startswith(f"{LAUNCH}_")}
         failed = {name: part["failed"] for name, part in steps.items() if "failed" in part}
-        times = {name: part["times"] for name, part in steps.items() if "times" in part}
-        measured = {name: rows for name, rows in times.items() if name in STEPS}
-        timed = [row for name, rows in times.items() if name not in STEPS for row in rows]
+        measured = {name: part["times"] for name, part in steps.items() if "times" in part}
         trainings = [
             Training(form, **saved.get("log", {}), failed=saved.get("failed", ""))
             for form, saved in self._trainings()
         ]
-        verdicts, table = forms_report(timed)
-        lines, rows = [*verdict(trainings), *verdicts], list[Row]()
+        lines, rows = [*verdict(trainings)], list[Row]()
         if measured:
             line, rows = self._described(measured, facts)
             lines.append(line)
@@ -293,9 +241,9 @@ class _Run:
         page = self._folder.path / "measured.md"
         with atomic_write(page) as part:
             facts = {"command": shlex.join(command), **facts}
-            text = as_markdown(lines, trainings, table, rows, failed, facts)
+            text = as_markdown(lines, trainings, rows, failed, facts)
             part.write_text(text, "utf-8")
-        print(*lines, *table, f"Written: {page}", sep="\n")
+        print(*lines, f"Written: {page}", sep="\n")
 
     def _described(self, measured: Measured, facts: dict[str, Any]) -> tuple[str, list[Row]]:
         """Write measured.yaml; returns a summary, and its figures beside those of the base."""
@@ -322,12 +270,8 @@ class _Run:
 
 def _chosen(options: argparse.Namespace) -> list[str]:
     chosen = [name for name in STEPS if not options.steps or name in options.steps]
-    needs = {"launch": LAUNCH, **dict.fromkeys(("works", "forms", "ratios", "rounds"), FORMS)}
-    for name, step in needs.items():
-        if getattr(options, name) and step not in chosen:
-            raise UsageError(f"--{name}: no effect without {step} among --steps; add it")
-    if options.ratios and options.device != "cpu":
-        raise UsageError("--ratios: the links of NPUs keep their rate; leave it out")
+    if options.launch is not None and LAUNCH not in chosen:
+        raise UsageError(f"--launch: no effect without {LAUNCH} among --steps; add it")
     if options.launch is not None and options.device == "cpu":
         raise UsageError(
             "--launch: trains on NPUs; on a CPU scripts/pretrain_llama_cpu.sh --compare compares "

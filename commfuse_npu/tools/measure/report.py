@@ -6,13 +6,10 @@ any other, and its losses match those of Megatron's order, as far as ten iterati
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
-from statistics import median
 from typing import Any
 
 from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.tools.measure.launches import WARM_UP, Training
-from commfuse_npu.tools.measure.steps import COMPUTE, REFERENCE, TUNED, WORKS, Times
 from commfuse_npu.tools.terminal import table_head, table_row
 
 Row = tuple[str, str, str, str]
@@ -20,13 +17,6 @@ Row = tuple[str, str, str, str]
 
 _ALIKE = 0.01
 """Largest relative difference of losses in ten iterations between orders of the same sums."""
-
-
-_FORMS_LEGEND = f"""\
-Ratio: time on the links / time of the computation. Speed: relative to `{REFERENCE}`, which waits
-for each collective. Removed: the share that is gone of its time beyond computation (wall), and of
-the host's waiting time (blocked). Bold: the fastest. Bits: whether results equal those of
-`{REFERENCE}` bit for bit, else the largest difference."""
 
 
 def verdict(trainings: Sequence[Training]) -> Iterator[str]:
@@ -102,55 +92,6 @@ def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
         ])  # fmt: skip
 
 
-def forms_report(times: Times) -> tuple[list[str], list[str]]:
-    """How many times as fast as the reference the fastest forms are, and a table of all forms."""
-    verdicts, lines, reached = list[str](), list[str](), list[float]()
-    for (work, ratio), group in groupby(times, key=lambda row: (row["work"], row["ratio"])):
-        rows = {row["form"]: row for row in group}
-        seconds = {name: median(row["seconds"]) for name, row in rows.items()}
-        blocked = {name: median(row["blocked"]) for name, row in rows.items()}
-        compute, reference = seconds.pop(COMPUTE), seconds[REFERENCE]
-        found = {True: "no form of ours was measured", False: "no other was measured"}
-        # The fastest come last.
-        for name, middle in sorted(seconds.items(), key=lambda form: -form[1]):
-            if name != REFERENCE:
-                ours = name.startswith(("ours", *TUNED))
-                title = f"`{name}`" if ours else f"the fastest other, `{name}`,"
-                found[ours] = f"{title} {reference / middle:.2f}"
-        at = "" if ratio is None else f", ratio {ratio:g}"
-        words = f"times as fast as `{REFERENCE}`: {'; '.join(found.values())}."
-        verdicts.append(f"**{WORKS[work].title}**{at}: {words}")
-        for name, middle in seconds.items():
-            removed = ["-", "-"]
-            if ratio and name != REFERENCE:
-                waits = blocked[REFERENCE]
-                removed = [
-                    _share(reference - middle, reference - compute),
-                    _share(waits - blocked[name], waits),
-                ]
-            off = rows[name]["difference"]
-            lines.append(table_row([
-                work,
-                "-" if ratio is None else f"{ratio:g}",
-                f"**{name}**" if middle == min(seconds.values()) else name,
-                f"{reference / middle:.2f}x",
-                *removed,
-                f"{off:.1e}" if off else "equal",
-            ]))  # fmt: skip
-        reached += [row["reached"] for row in rows.values() if row["reached"]]
-    if lines:
-        head = "work", "ratio", "form", "speed", "wall removed", "blocked removed", "bits"
-        lines = ["", table_head(head), *lines, "", _FORMS_LEGEND]
-    if reached:
-        share = f"{100 * min(reached):.0f} %"
-        lines.append(f"A message alone reached at least {share} of the rate that links were given.")
-    return verdicts, [*lines, ""] if lines else []
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f} %" if whole > 0 else "-"
-
-
 def compared(measured: Hardware, described: Hardware) -> list[Row]:
     """A row for each measured figure."""
 
@@ -170,7 +111,6 @@ def compared(measured: Hardware, described: Hardware) -> list[Row]:
 def as_markdown(
     verdict: Sequence[str],
     trainings: Sequence[Training],
-    forms: Sequence[str],
     figures: Sequence[Row],
     failed: Mapping[str, str],
     facts: Mapping[str, Any],
@@ -179,8 +119,6 @@ def as_markdown(
     lines = ["# Measured", "", *(f"{line}\n" for line in verdict)]
     if trainings:
         lines += ["## The launch", "", *launch_table(trainings), ""]
-    if forms:
-        lines += ["## Forms of a layer", *forms]
     if figures:
         lines += ["## Figures, in SI units", ""]
         head = "figure", "measured (quartiles)", "described", "lies"

@@ -5,16 +5,13 @@ Does not import torch, which the process that asks the ranks need not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from commfuse_npu.tools.model_config import ModelConfig
 
-FORMS, LAUNCH = "forms", "launch"
-
-Ask = Callable[..., list[Any]]
-"""Calls a method of :class:`~commfuse_npu.tools.measure.worker.Worker`; returns results by rank."""
+LAUNCH = "launch"
 
 Times = list[dict[str, Any]]
 """Measurements: what was timed, with the ``seconds`` of single calls."""
@@ -27,17 +24,14 @@ class Scale(NamedTuple):
         config: the model's, whose layers define the GEMMs.
         ranks: number of ranks.
         rows: tokens of a micro-batch.
-        compared_rows: the same of the layers whose forms are compared.
         shrink: divisor of every width, for a CPU.
         message: bytes of a message.
         calls: repetitions of each measurement.
     """
 
     config: ModelConfig
-    device: str
     ranks: int
     rows: int
-    compared_rows: int
     shrink: int
     message: int
     calls: int
@@ -51,18 +45,12 @@ class Scale(NamedTuple):
         """
         config = ModelConfig.load(path)
         if device == "cpu":
-            return cls(config, device, ranks, 512, 2048, 8, 1 << 20, 7)
-        tokens = config.seq_length
-        return cls(config, device, ranks, tokens, tokens, 1, 1 << 26, 20)
+            return cls(config, ranks, 512, 8, 1 << 20, 7)
+        return cls(config, ranks, config.seq_length, 1, 1 << 26, 20)
 
     def halves(self, most: int) -> list[int]:
         """The rows, a half, a quarter, ..., at most ``most`` values of at least 16."""
         return [self.rows >> shift for shift in range(most) if self.rows >> shift >= 16]
-
-    @property
-    def sequence(self) -> int:
-        """S of the layers whose forms are compared; blocks of whole cache lines, as all widths."""
-        return max(1, self.compared_rows // (16 * self.ranks)) * 16 * self.ranks
 
     @property
     def hidden(self) -> int:
@@ -116,53 +104,12 @@ def slowest(by_rank: Sequence[Times]) -> Times:
     return result
 
 
-class WorkKind(NamedTuple):
-    """A workload, forward and backward with weight gradients, in which forms are compared.
-
-    Attributes:
-        title: of the verdict.
-        pairs: number of column-parallel layers, each followed by a row-parallel one.
-        layers: number of layers, each with its own weights.
-        micro_batches: number of forwards and backwards per run.
-    """
-
-    title: str
-    pairs: int
-    layers: int = 1
-    micro_batches: int = 1
-
-    def bytes_per_pair(self, scale: Scale) -> int:
-        """Bytes that one rank sends to another in one run: fp32 on a CPU, otherwise bf16.
-
-        A pair of layers has five collectives over blocks of ``[s, H]``: the backward of the first
-        gathers its input again instead of keeping N times the memory (as Megatron does).
-        """
-        block = scale.sequence // scale.ranks * scale.hidden * (4 if scale.device == "cpu" else 2)
-        return block * 5 * self.pairs * self.micro_batches
-
-
-WORKS: Mapping[str, WorkKind] = {
-    "mlp": WorkKind("An MLP", 1),
-    "layers": WorkKind("Two layers", 4, 2),
-    "micro-batches": WorkKind("Eight micro-batches of two layers", 4, 2, 8),
-}
-
-COMPUTE, REFERENCE = "compute", "p2p"
-TUNED = "auto", "fb-overlap"
-NAMES = (
-    *(REFERENCE, "slices-2", "slices-4", "slices-8", "megatron", "ours-c1", "ours-c4", "ours-c8"),
-    *TUNED,
-)
-"""The forms that can be compared (:mod:`.forms`), the reference first."""
-
-
 STEPS: Mapping[str, str] = {
     "links": "how long does a message take, and one to each peer at once?",
     "collectives": "how long do the collectives take that CommFuse replaces?",
     "gemms": "how long do GEMMs of a layer take, by rows?",
     "host": "what does posting a step, or launching a GEMM, cost the host?",
     "beside": "do GEMMs and transfers slow each other down?",
-    FORMS: "how long do layers take in each form?",
     "memory": "how fast is memory?",
     "attention": "how long does attention take, by queries?",
     LAUNCH: "how long do ten iterations of the launch take in each form?",

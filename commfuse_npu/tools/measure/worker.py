@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.kernels import kernels_for
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from commfuse_npu.runtime.lanes import post_swap
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tools.measure.forms import FormsWorker
 from commfuse_npu.tools.measure.steps import Scale, Times
+from commfuse_npu.tools.measure.stopwatch import Stopwatch
 
 _PROCESSOR = Path("/proc/cpuinfo")
 _TRAIN = 8
@@ -30,6 +31,8 @@ _SHARE = 0.75
 """Share of the time of an exchange that the GEMMs beside it take."""
 _TURNS = 8
 """Round trips of a ping-pong."""
+_AHEAD = 4096
+"""Rows, columns and depth of the GEMM that a device runs before a timed call."""
 
 
 class Exchange:
@@ -59,8 +62,23 @@ class Exchange:
         self._works = []
 
 
-class Worker(FormsWorker):
-    """One rank of the initialized default process group, with its own lanes."""
+class Worker:
+    """One rank of the initialized default process group, with a lane of its own per peer."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._transport = Transport.create(lanes=max(1, self.size - 1))
+        self._device, group = torch.device(self._transport.device_type), self._transport.group
+        self._kernels = kernels_for(self._device)
+        on_cpu = self._device.type == "cpu"
+        self._module: Any = None if on_cpu else torch.get_device_module(self._device)
+        side = 0 if on_cpu else _AHEAD
+        self._stopwatch = Stopwatch(
+            self._module,
+            ahead=self._product(side, side, side),
+            meet=partial(dist.all_reduce, torch.zeros(1, device=self._device), group=group),
+            barrier=partial(dist.barrier, group),
+        )
 
     def machine(self) -> dict[str, Any]:
         """Host, versions, and, if available, the device's name, memory in bytes and cube cores."""
@@ -198,6 +216,13 @@ class Worker(FormsWorker):
             shape = {"queries": queries, "keys": keys, "heads": heads, "of": head}
             times.append({**shape, "seconds": self._stopwatch.times(call, scale.calls)})
         return times
+
+    def _product(self, m: int, k: int, n: int) -> Callable[[], object]:
+        a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
+        return lambda: self._kernels.gemm_into(out, a, b)
+
+    def _numbers(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self._device).to(torch.bfloat16)
 
     def _of_host(self, post: Callable[[], object], calls: int) -> list[float]:
         """Host seconds of each of several consecutive launches.

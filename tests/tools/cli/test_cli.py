@@ -54,12 +54,12 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys)
 
     monkeypatch.setattr(cli, "import_module", missing)
     absent = "torch"
-    assert cli.main(["bench"]) == 2
+    assert cli.main(["measure"]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("commfuse-npu bench: torch is not installed; install the torch of")
+    assert message.startswith("commfuse-npu measure: torch is not installed; install the torch of")
     absent = "commfuse_npu.nothing"
     with pytest.raises(ModuleNotFoundError):
-        cli.main(["bench"])
+        cli.main(["measure"])
 
 
 def test_a_reader_that_has_gone_ends_it_without_a_word() -> None:

@@ -73,11 +73,12 @@ QUESTIONS = (
     ("simulate --micro-batches 99999", "'99999' is not a whole number from 1 to 65536"),
     ("simulate --cp 3", "is not divisible by TP*CP = 8*3 = 24; choose seq_length 8184 or 8208"),
     ("simulate --tp 3", "their common divisor 8 is not divisible by TP 3; choose TP 2 or 4"),
-    ("bench --works mlp,mpl", "'mpl' is unknown; choose from mlp, layers, micro-batches; did you"),
-    ("bench --forms auto-wgrad", "'auto-wgrad' is unknown; choose from p2p"),
-    ("bench --ratios nan", "--ratios: 'nan': ratios are numbers from 0 to 100"),
-    ("bench --device npu --ratios 1", "--ratios: the links of NPUs keep their rate; leave it out"),
-    ("measure --steps host --forms auto", "--forms: no effect without forms among --steps; add it"),
+    (
+        "bench --ranks 2",
+        "commfuse-npu bench was removed: in a checkout, python -m scripts.",
+    ),
+    ("measure --forms=auto", "commfuse-npu measure --forms was removed: in a checkout, python -m "),
+    ("measure --steps host --launch x", "--launch: no effect without launch among --steps; add it"),
     ("measure --device cpu --base bad.yaml", "bad.yaml: between: None is not a mapping of figur"),
     ("measure --device cpu --folder file", "file/measured.json cannot be written: File exists; "),
     (

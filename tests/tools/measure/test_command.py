@@ -15,7 +15,6 @@ import pytest
 
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.tools import cli
 from commfuse_npu.tools import ranks as module
 from commfuse_npu.tools.measure import command
 from commfuse_npu.tools.measure.launches import FORMS, Form, Launches, TrainingError
@@ -62,16 +61,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_context", forkserver)
 
     def small(*what: Any) -> Scale:
-        return scale_of(*what)._replace(
-            rows=128, compared_rows=64, shrink=32, message=1 << 16, calls=3
-        )
+        return scale_of(*what)._replace(rows=128, shrink=32, message=1 << 16, calls=3)
 
     monkeypatch.setattr(Scale, "of", small)
 
 
 @pytest.mark.usefixtures("tiny")
 def test_everything_is_measured_described_and_shown(measured, measure, capsys: Any) -> None:
-    names = STEPS.keys() - {"forms", "launch"}
+    names = STEPS.keys() - {"launch"}
     measure("--steps", ",".join(names))
     for name in names:
         rows = times(measured, name)
@@ -96,40 +93,6 @@ def test_everything_is_measured_described_and_shown(measured, measure, capsys: A
     before = (measured / "measured.json").stat().st_mtime_ns
     measure("--steps", ",".join(names))
     assert (measured / "measured.json").stat().st_mtime_ns == before
-
-
-@pytest.mark.usefixtures("tiny")
-def test_forms_are_compared_by_the_short_command(measured: Path, capsys: Any) -> None:
-    words = ["bench", "--ranks", "2", "--folder", str(measured), "--works", "mlp", "--rounds", "1"]
-    words += ["--forms", "slices-2,ours-c4,auto", "--ratios"]
-    assert cli.main([*words, "0,1"]) == 0
-    rows = times(measured, "forms, mlp, ratio 1")
-    assert [row["form"] for row in rows] == ["compute", "p2p", "slices-2", "ours-c4", "auto"]
-    out = capsys.readouterr().out
-    assert re.search(r"\*\*An MLP\*\*, ratio 0: times as fast as `p2p`: `\S+` \d", out)
-    assert "| mlp | 1 | slices-2 | " in out.replace("**", "")
-    assert "| work | ratio | form | speed |" in (measured / "measured.md").read_text()
-    assert not (measured / "measured.yaml").exists()
-
-
-@pytest.mark.parametrize(("device", "ratio"), [("cpu", 1.0), ("npu", None)])
-def test_forms_are_compared_once_for_as_many_rounds(
-    device: str, ratio: float | None, measure, monkeypatch
-) -> None:
-    asked = []
-
-    def timed(*_: object, **setting: Any) -> list[dict[str, Any]]:
-        asked.append((setting["work"], setting["ratio"], setting["rounds"]))
-        return []
-
-    monkeypatch.setattr(command, "time_forms", timed)
-    monkeypatch.setattr(command, "check_backend", lambda device: None)
-    chosen = ("--device", device, "--steps", "forms")
-    for forms in ("auto,p2p", "p2p,auto", "p2p,auto --rounds 5"):
-        measure("--forms", *forms.split(), device=chosen)
-    assert asked == [(work, ratio, rounds) for rounds in (3, 5) for work in ("mlp", "layers")]
-    monkeypatch.setattr(command, "__version__", "another")
-    measure(code=2, device=chosen)
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])

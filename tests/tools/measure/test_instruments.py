@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import socket
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
-from commfuse_npu.tools.measure import stopwatch, wire
+from commfuse_npu.tools.measure import stopwatch
 from commfuse_npu.tools.measure.stopwatch import Stopwatch
 
 
@@ -81,50 +79,3 @@ def test_launches_are_not_in_the_time_of_a_device(device: Device) -> None:
 def test_on_a_cpu_it_is_wall_time(device: Device) -> None:
     assert of(device, None).laps(work(device), 2) == [pytest.approx([7 * 5e-5, 1e-5])] * 2
     assert device.met == ["hosts"] * 2
-
-
-# ------------------------------------------------------------------- pacing rates on real sockets
-
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's option")
-
-
-@pytest.fixture
-def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        client = socket.create_connection(server.getsockname())
-        served, _ = server.accept()
-        with client, served:
-            yield client, served
-
-
-def _rate(of: socket.socket) -> int:
-    return int.from_bytes(of.getsockopt(socket.SOL_SOCKET, 47, 8), sys.byteorder)
-
-
-def test_only_connected_sockets_get_a_rate_of_more_than_32_bits_and_lose_it_again(
-    connection,
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socketpair()[0]:
-        assert wire.pace(6e9) == ""
-        rates = [_rate(end) for end in (*connection, listening)]
-    assert rates == [6_000_000_000, 6_000_000_000, wire.UNLIMITED]
-    congestion = connection[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-    assert congestion.rstrip(b"\0") == b"reno"
-    wire.pace(None)
-    assert [_rate(end) for end in connection] == [wire.UNLIMITED] * 2
-    connection[0].sendall(b"x")
-    assert connection[1].recv(1) == b"x"
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "value", "said"),
-    [
-        (socket, "TCP_CONGESTION", 9999, "the kernel refuses"),
-        (wire, "_SO_MAX_PACING_RATE", socket.SO_RCVLOWAT, "the kernel took a pacing rate of"),
-        (sys, "platform", "darwin", "darwin lists no connected TCP socket"),
-        (wire, "connected_sockets", list, "linux lists no connected TCP socket"),
-    ],
-)  # fmt: skip
-def test_why_there_is_no_pacing_is_told(connection, monkeypatch, owner, name, value, said) -> None:
-    monkeypatch.setattr(owner, name, value)
-    assert said in wire.pace(2**40)

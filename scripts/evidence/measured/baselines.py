@@ -23,9 +23,6 @@ from commfuse_npu.overlap.transfers import handing_over
 from commfuse_npu.plan import split
 from commfuse_npu.plan.rules import Piece, column_backward
 from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveTransport
-
-# The names of the collectives differ between versions of torch; that module knows them.
-from commfuse_npu.runtime.collectives import _all_gather, _reduce_scatter
 from commfuse_npu.runtime.lanes import post_swap
 from commfuse_npu.runtime.transport import Transport
 
@@ -33,37 +30,26 @@ from commfuse_npu.runtime.transport import Transport
 
 
 class Baseline(CollectiveTransport):
-    """Layers in an order, with torch's own collectives, which the stream of a device runs in order.
-
-    Attributes:
-        blocked_seconds: host time spent in waits so far; on a device the stream waits.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, order: Callable[..., Blocking]) -> None:
-        super().__init__(group)
-        self._run, self.blocked_seconds = order, 0.0
-
-    # [s, F] of every rank to [n * s, F]; the sum of [n * s, F] over the ranks to [s, F].
-    all_gather: Callable[..., Any] = staticmethod(_all_gather)
-    reduce_scatter: Callable[..., Any] = staticmethod(_reduce_scatter)
-
-
-class DirectExchange(Baseline):
     """Sends every block directly from its rank to the rank that needs it, all at once, over gloo.
 
     gloo's own reduce-scatter sends the bytes of an all-reduce, and its threads run several
     collectives at once.  For a group of all ranks, with a lane for each distance, as the fused ops
     have; its sockets keep the order.  The partials are added in the order r-1, ..., r+1, the own
     one last: the same bits as the fused ops and gloo's reduce-scatter.
+
+    Attributes:
+        blocked_seconds: host time spent in waits so far.
     """
 
     def __init__(self, lanes: Transport, order: Callable[..., Blocking]) -> None:
-        super().__init__(lanes.group, order)
+        super().__init__(lanes.group)
+        self._run, self.blocked_seconds = order, 0.0
         self._hops = [
             (lane, (self.rank + distance) % self.size, (self.rank - distance) % self.size)
             for distance, lane in enumerate(lanes.lane_groups, 1)
         ]
 
+    # [s, F] of every rank to [n * s, F]; the sum of [n * s, F] over the ranks to [s, F].
     # In forward-backward overlap, both sides take turns at them as at torch's own.
     @partial(handing_over, wait_hands_over=False)
     def all_gather(

@@ -1,8 +1,8 @@
 """What a rank does to compare forms of a layer: the forms by name, the workloads, the rounds.
 
 ================  ================================================================================
-``p2p``           :class:`.Blocking`, **the reference**: on a CPU by direct exchanges at the rate of
-                  the links, so no comparison benefits from a slow collective algorithm
+``p2p``           :class:`.Blocking`, **the reference**: by direct exchanges at the rate of the
+                  links, so no comparison benefits from a slow collective algorithm
 ``slices-K``      :class:`.Sliced`: CoC, implemented from its description
 ``megatron``      :class:`.MegatronOrder`
 ``ours-cK``       this project's ops, K chunks per block, as many lanes as peers
@@ -26,10 +26,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops import (
     LinearOptions,
     all_gather_linear,
@@ -40,31 +38,27 @@ from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.plan import Schedule, split
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tools.measure.baselines import (
+from commfuse_npu.tools.measure.steps import Scale
+from commfuse_npu.tools.measure.worker import Worker
+from commfuse_npu.tuning import Tuning, decisions
+from scripts.cpu_pretraining.wire import pace
+from scripts.evidence.measured.baselines import (
     Baseline,
     Blocking,
     Computation,
-    DirectExchange,
     MegatronOrder,
     Sliced,
 )
-from commfuse_npu.tools.measure.rounds import Sample
-from commfuse_npu.tools.measure.sleeping import SleepingGemms
-from commfuse_npu.tools.measure.steps import COMPUTE, NAMES, REFERENCE, TUNED, WORKS, Scale
-from commfuse_npu.tools.measure.stopwatch import Stopwatch
-from commfuse_npu.tools.measure.wire import pace
-from commfuse_npu.tuning import Tuning, decisions
+from scripts.evidence.measured.rounds import Sample
+from scripts.evidence.measured.sleeping import SleepingGemms
+from scripts.evidence.measured.works import COMPUTE, NAMES, REFERENCE, TUNED, WORKS
 
 _RUNS = 8
 """Runs of queries in the attention of baselines, a kernel each.  As in the fused form, masked parts
 are skipped; the number equals the blocks of eight ranks."""
 
-_AHEAD = 4096
-"""Rows, columns and depth of the GEMM that a device runs before a timed call."""
-
 _Call = Callable[[], Any]
 _Weights = dict[str, torch.Tensor]
-_Baselines = Callable[[Callable[..., Blocking]], Baseline]
 
 
 class Form:
@@ -119,7 +113,7 @@ def _runs(queries: torch.Tensor) -> list[slice]:
     return [slice(*run) for run in pairwise(split(queries.shape[0], _RUNS))]
 
 
-def form_of(name: str, transport: Transport, baseline: _Baselines) -> Form:
+def form_of(name: str, transport: Transport) -> Form:
     """The form of this name; the tuning of fused ops is not kept between runs."""
     match name.split("-"):
         case ["ours", chunks]:
@@ -129,12 +123,12 @@ def form_of(name: str, transport: Transport, baseline: _Baselines) -> Form:
             schedule = Schedule("shifted", transport.lanes)
             return Form(transport, LinearOptions(schedule, tuning=Tuning()))
         case ["slices", slices]:
-            return Form(baseline(partial(Sliced, slices=int(slices))))
+            return Form(Baseline(transport, partial(Sliced, slices=int(slices))))
         case ["fb", "overlap"]:
-            order = baseline(MegatronOrder)
+            order = Baseline(transport, MegatronOrder)
             return Form(order, overlap=ForwardBackwardOverlap([order.group], states=()))
     runs = {COMPUTE: Computation, REFERENCE: Blocking, "megatron": MegatronOrder}
-    return Form(baseline(runs[name]))
+    return Form(Baseline(transport, runs[name]))
 
 
 # ------------------------------------------------------------------- workloads
@@ -146,13 +140,11 @@ class Work:
     It excludes rotary embeddings, the optimizer and the gradients of the norms' weights.
     """
 
-    def __init__(self, name: str, scale: Scale, *, rank: int, device: torch.device) -> None:
+    def __init__(self, name: str, scale: Scale, *, rank: int) -> None:
         self._kind, self._generator = WORKS[name], torch.Generator().manual_seed(rank)
-        self._device = device
-        self._dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         size, hidden, self._head = scale.ranks, scale.hidden, scale.head
         self._heads, self._groups = scale.heads // size, scale.groups // size
-        shard, ffn, inner = scale.sequence // size, scale.ffn // size, self._heads * scale.head
+        shard, ffn, inner = scale.rows // size, scale.ffn // size, self._heads * scale.head
         self._layers: list[_Weights] = []
         for _ in range(self._kind.layers):
             weights = {
@@ -187,8 +179,7 @@ class Work:
         return y
 
     def _draw(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        numbers = torch.randn(*shape, generator=self._generator) * scale
-        return numbers.to(self._device, self._dtype).requires_grad_()
+        return (torch.randn(*shape, generator=self._generator) * scale).requires_grad_()
 
     def _mlp(self, form: Form, x: torch.Tensor, weights: _Weights) -> torch.Tensor:
         gate, up = all_gather_linear(x, weights["gate_up"], **form.of).chunk(2, dim=-1)
@@ -217,29 +208,12 @@ def _norm(rows: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------- ranks
 
 
-class FormsWorker:
-    """One rank of the initialized default process group; all ranks get the same calls.
-
-    Its transport has one lane per peer.
-    """
+class FormsWorker(Worker):
+    """One rank, over gloo; all ranks get the same calls."""
 
     def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._transport = Transport.create(lanes=max(1, self.size - 1))
-        self._device, group = torch.device(self._transport.device_type), self._transport.group
-        self._kernels = kernels_for(self._device)
-        on_cpu = self._device.type == "cpu"
-        self._module: Any = None if on_cpu else torch.get_device_module(self._device)
-        self._baseline: _Baselines = partial(Baseline, group)  # read, not run
-        if on_cpu:
-            self._baseline = partial(DirectExchange, self._transport)
-        side = 0 if on_cpu else _AHEAD
-        self._stopwatch = Stopwatch(
-            self._module,
-            ahead=self._product(side, side, side),
-            meet=partial(dist.all_reduce, torch.zeros(1, device=self._device), group=group),
-            barrier=partial(dist.barrier, group),
-        )
+        super().__init__()
+        torch.set_flush_denormal(True)  # a sleeping GEMM leaves arbitrary numbers
 
     # Of the sockets of all groups, which are all sockets of this process.
     pace = staticmethod(pace)
@@ -250,13 +224,13 @@ class FormsWorker:
         Args:
             gflops: let GEMMs sleep, modeled at this speed; ``None`` for real ones.
         """
-        self._work = Work(work, scale, rank=self.rank, device=self._device)
+        self._work = Work(work, scale, rank=self.rank)
         self._scale, self._gflops = scale, gflops
         self._reference: list[torch.Tensor] = []
         decisions(self._transport).clear()
         self._transport.scratch.clear()  # its buffers have other shapes
         names = COMPUTE, *NAMES
-        self._forms = {name: form_of(name, self._transport, self._baseline) for name in names}
+        self._forms = {name: form_of(name, self._transport) for name in names}
 
     def check(self, name: str) -> float:
         """The largest difference of a form's outputs and gradients from the reference's.
@@ -295,10 +269,3 @@ class FormsWorker:
         if self._gflops is None:
             return nullcontext()
         return SleepingGemms(self._gflops, self._scale.shrink)
-
-    def _product(self, m: int, k: int, n: int) -> Callable[[], object]:
-        a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
-        return lambda: self._kernels.gemm_into(out, a, b)
-
-    def _numbers(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=self._device).to(torch.bfloat16)

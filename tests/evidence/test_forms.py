@@ -15,13 +15,13 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.kernels import cpu
 from commfuse_npu.ops import all_gather_linear, linear_reduce_scatter
 from commfuse_npu.ops.call import WeightGradient
-from commfuse_npu.tools.measure.baselines import Baseline
-from commfuse_npu.tools.measure.forms import FormsWorker as Worker
-from commfuse_npu.tools.measure.forms import form_of
-from commfuse_npu.tools.measure.sleeping import SleepingGemms, modelled_seconds
-from commfuse_npu.tools.measure.steps import NAMES, TUNED, Scale
+from commfuse_npu.tools.measure.steps import Scale
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tuning import decisions
+from scripts.evidence.measured import forms
+from scripts.evidence.measured.baselines import Baseline
+from scripts.evidence.measured.sleeping import SleepingGemms, modelled_seconds
+from scripts.evidence.measured.works import NAMES, TUNED
 from tests.distributed.ranks import on_ranks
 
 CONFIG = ModelConfig.load(find_config("llama3_8b"))
@@ -33,15 +33,14 @@ def _scale(size: int) -> Scale:
     """S, H and the MLP of 16, 32 and 48 per rank, two heads of 16 per rank and a key head."""
     wide = 4096 // (32 * size)
     config = replace(CONFIG, ffn_hidden_size=48 * size * wide, num_query_groups=size * wide)
-    return Scale(
-        replace(config, num_attention_heads=2 * size * wide), "cpu", size, 0, 16 * size, wide, 0, 1
-    )
+    config = replace(config, num_attention_heads=2 * size * wide)
+    return Scale(config, size, rows=16 * size, shrink=wide, message=0, calls=1)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 @on_ranks()
 def test_every_form_computes_the_same(rank: int) -> None:
-    worker: Any = Worker()
+    worker: Any = forms.FormsWorker()
     for work in ("layers", "mlp"):
         worker.set_up(work, _scale(worker.size), None)
         # 8 pieces test nothing that 4 do not.
@@ -50,11 +49,6 @@ def test_every_form_computes_the_same(rank: int) -> None:
             assert difference <= 1e-4, (work, form)
             # Whole GEMMs, the same additions: the same bits.
             assert not difference or form not in ("p2p", "megatron"), (work, form)
-    # With the collectives of torch, which a device uses.
-    baseline = partial(Baseline, worker._transport.group)
-    for form in ("p2p", "megatron", "slices-4"):
-        results = worker._work.run(form_of(form, worker._transport, baseline))
-        assert all(map(torch.allclose, results, worker._reference)), form
     worker._reference[1][0, 0, 0] = math.nan
     assert worker.check("slices-4") == math.inf
     # Passes that take turns have Megatron's bits.
@@ -84,8 +78,8 @@ def test_every_form_computes_the_same(rank: int) -> None:
 class _Recorded(Baseline):
     """A baseline of two ranks without transfers that logs its calls."""
 
-    def __init__(self, group: Any, log: list[str], order: Any) -> None:
-        super().__init__(group, order)
+    def __init__(self, log: list[str], *of: Any) -> None:
+        super().__init__(*of)
         self.log = log
 
     def _posted(self, what: str, async_op: bool) -> Any:
@@ -139,7 +133,8 @@ def test_what_is_under_way_while_what_is_computed(
     monkeypatch.setattr(WeightGradient, "add", wgrad)
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    form = form_of(name, SimpleNamespace(), partial(_Recorded, group, log))
+    monkeypatch.setattr(forms, "Baseline", partial(_Recorded, log))
+    form = forms.form_of(name, SimpleNamespace(group=group, lane_groups=()))
     layers = {"column": all_gather_linear, "row": linear_reduce_scatter}
     x = torch.ones(4 if layer == "column" else 8, 6, requires_grad=True)
     y = layers[layer](x, torch.ones(6, 6, requires_grad=True), **form.of)

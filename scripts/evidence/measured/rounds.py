@@ -2,26 +2,22 @@
 
 import os
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import mean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from commfuse_npu.tools.measure.steps import (
-    COMPUTE,
-    NAMES,
-    REFERENCE,
-    WORKS,
-    Ask,
-    Scale,
-    Times,
-)
+from commfuse_npu.tools.measure.steps import Scale, Times
 from commfuse_npu.tools.ranks import RanksError
 from commfuse_npu.tools.terminal import tell
+from scripts.evidence.measured.works import COMPUTE, NAMES, REFERENCE, WORKS
 
 _CALIBRATION_ROUNDS = 5
 _GFLOPS = 15.0
 """Modeled GFLOPS of a rank with sleeping GEMMs, a quarter of a core: the ranks share the cores,
 and at a higher rate their Python code and copies would be most of the time."""
+
+Ask = Callable[..., list[Any]]
+"""Calls a method of :class:`.forms.FormsWorker`; returns results by rank."""
 
 
 class Sample(NamedTuple):
@@ -32,15 +28,15 @@ class Sample(NamedTuple):
 
 
 def time_forms(
-    ask: Ask, scale: Scale, work: str, ratio: float | None, names: Collection[str], rounds: int
+    ask: Ask, scale: Scale, work: str, ratio: float, names: Collection[str], rounds: int
 ) -> Times:
     """Set the links, check each form, then time all of them in every round.
 
-    With more ranks than cores GEMMs sleep (:mod:`commfuse_npu.tools.measure.sleeping`).
+    With more ranks than cores GEMMs sleep (:mod:`.sleeping`).
 
     Args:
         ratio: time of the transfers on the links / time of the computation alone, for which the
-            links get a rate; 0 for none, ``None`` for the links of a device.
+            links get a rate; 0 for none.
         names: of forms, besides the reference; those for several micro-batches need some.
 
     Returns:
@@ -52,13 +48,13 @@ def time_forms(
     Raises:
         RanksError: the links cannot be given a rate.
     """
-    kind, label = WORKS[work], work if ratio is None else f"{work}, ratio {ratio:g}"
+    kind, label = WORKS[work], f"{work}, ratio {ratio:g}"
     forms = [
         form
         for form in NAMES
         if form in (REFERENCE, *names) and (form != "fb-overlap" or kind.micro_batches > 1)
     ]
-    sleeps = scale.device == "cpu" and scale.ranks > (os.cpu_count() or 1)
+    sleeps = scale.ranks > (os.cpu_count() or 1)
     ask("set_up", work, scale, _GFLOPS if sleeps else None)
     reached = None
     if ratio:
