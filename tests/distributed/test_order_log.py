@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 
 from commfuse_npu import Schedule, Transport, TransportError
-from commfuse_npu.ops import Buckets, LinearOptions, all_gather_linear
+from commfuse_npu.ops import LinearOptions, all_gather_linear
 from commfuse_npu.plan.instructions import Post
 from commfuse_npu.plan.program import Program
 from commfuse_npu.proof.verify_log import verify_logs
@@ -90,26 +90,6 @@ def of_cases(rank: int, link: Link, cases: list[Case]) -> None:
     assert len(posted) > transport.size - 1, "on several lanes"
 
 
-def several_groups(rank: int, link: Link) -> None:
-    """Tensor-parallel pairs, and pairs of replicas with two transports, all active at once."""
-    pairs = {tuple(ranks): dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])}
-    groups = [group for ranks, group in pairs.items() if rank in ranks]
-    tensor, gradients, parameters = (link(group) for group in (groups[0], groups[1], groups[1]))
-    options = LinearOptions(Schedule(lanes=1))
-    out, back = Buckets(gradients, options), Buckets(parameters, options)
-    layer = one_layer("all_gather_linear", 2)
-    for _ in range(3):
-        first = out.reduce_scatter(torch.ones(8))
-        run_case(layer, "fused", tensor)
-        second = back.all_gather(torch.ones(8))
-        if rank < 2:
-            first.wait()
-        run_case(layer, "fused", tensor)
-        first.wait()
-        tensor.confirm("the step")
-        second.wait()
-
-
 @pytest.mark.parametrize("batched", [False, True], ids=["single", "batched"])
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 4))])
 def test_recorded_runs_are_proved(ranks, tmp_path, size: int, batched: bool) -> None:
@@ -118,14 +98,6 @@ def test_recorded_runs_are_proved(ranks, tmp_path, size: int, batched: bool) -> 
     assert (result.faults, result.notes) == ([], [])
     assert result.operations >= 40 * size
     assert result.messages > 0
-
-
-@pytest.mark.parametrize("batched", [False, True], ids=["single", "batched"])
-def test_groups_under_way_at_once_are_proved(ranks, tmp_path, batched: bool) -> None:
-    ranks(4).run(record, str(tmp_path), batched, several_groups)
-    result = verify_logs([tmp_path])
-    # Three times two layers, forward and backward, and two buckets.
-    assert (result.faults, result.notes, result.operations) == ([], [], 4 * 3 * (2 * 2 + 2))
 
 
 def gather(made: Transport) -> list[list[float]]:

@@ -49,10 +49,8 @@ def of_linears(made: Transport) -> list[tuple[str, Call]]:
         (r"schedule is a int; pass Schedule\(", lambda: LinearOptions(2)),
         ("tuning is a bool; pass Tuning", lambda: LinearOptions(tuning=True)),
         ("all_gather_linear: weight is None; pass a tensor", lambda: fused(x, None)),
-        ("all_gather_linear: x is a list; pass a tensor", lambda: fused([[1.0]], weight)),
         ("bias is a float; pass a tensor, or None", lambda: fused(x, weight, 1.0)),
         *(("it must be a whole number from 1", partial(new_link, lanes=n)) for n in (0, 1.5, True)),
-        ("transport is a ProcessGr.*; pass what", lambda: fused(x, weight, transport=made.group)),
         (r"options is a dict; pass LinearOptions\(", lambda: fused(x, weight, options={})),
         (r"transport is a str; pass what Transport\.create", lambda: Buckets("a group")),
     ]  # fmt: skip
@@ -70,7 +68,6 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
     documents, other = Documents([12, 24], 12, 2), Documents([12], 12)
     return [
         ("127 rows of the weight are not divisible .* 2; repeat", lambda: split(qkv[:127])),
-        (r"the bias has shape \(5,\); it has to be \(128,\)", lambda: split(qkv, qkv[:5, 0])),
         ("11 is not divisible by the group size 2; pad it", lambda: join(q[:11].flatten(2), proj)),
         (r"32 features on each of 2 ranks, .* 63", lambda: join(q.flatten(2), proj[:, :63])),
         ("11 is not divisible .* 2; pad it to 12", lambda: attend(q[:11], k[:11], v[:11])),
@@ -79,9 +76,7 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
         (r"k \(12, 1, 1, 16\), .* do not fit", lambda: attend(q, k[:, :1], v[:, :1])),
         ("1 query heads are not a multiple of 2 key", lambda: attend(k, q, q)),
         ("cast them to one dtype", lambda: attend(q.double(), k, v)),
-        ("tensor is on meta, this group trans", lambda: attend(*(t.to("meta") for t in (q, k, v)))),
         ("q is torch.int32; attention needs", lambda: attend(*(t.int() for t in (q, k, v)))),
-        ("transport is a ProcessGr.*; pass what", lambda: project(transport=made.group)),
         (r"has to be \[O, 64\]", lambda: project(proj[:, :32])),
         (r"bias of shape \(32,\) without a weight; pass", lambda: project(bias=proj[:, 0])),
         ("x has 32 features, the weight takes 64", lambda: scatter(q, k, v, proj)),
@@ -108,7 +103,6 @@ def of_buckets(made: Transport) -> list[tuple[str, Call]]:
         (r"options is a Schedule; pass LinearOptions\(", lambda: Buckets(made, nodes)),
         (r"strides \(2,\)", lambda: buckets.reduce_scatter(torch.ones(8)[::2])),
         (pad, lambda: buckets.reduce_scatter(five)),
-        ("is on meta, this group transfers cpu", lambda: buckets.all_gather(four.to("meta"))),
         *(("the bucket is torch.int32; an average, a scale and a", call) for call in (
             lambda: buckets.reduce_scatter(ints, average=True),
             lambda: buckets.reduce_scatter(ints, scale=0.5),

@@ -60,23 +60,6 @@ def test_the_copy_of_a_module_uses_the_same_transport(rank: int) -> None:
     assert copy.deepcopy(module).transport is module.transport
 
 
-@on_ranks(3)
-def test_a_new_transport_has_all_its_links_open(rank: int) -> None:
-    """HCCL opens a link (lane, peer) at its first batch and blocks both hosts, so not within a
-    program; a collective would not open the links of batches."""
-    opened: set[tuple[int, int]] = set()
-
-    def noted(operations: list[dist.P2POp]) -> None:
-        opened.update((id(p2p.group), p2p.peer) for p2p in operations)
-
-    with pytest.MonkeyPatch.context() as patch:
-        watch_calls(patch, dist, "batch_isend_irecv", noted)
-        link = new_link(batched=True)
-        before = len(opened)
-        gather_and_use(link, torch.zeros(2, 1), lambda piece, rows: None, lanes=2)
-    assert len(opened) == before == 2 * 2
-
-
 # ------------------------------------------------------------------- what ranks compare with
 
 

@@ -1,23 +1,17 @@
 """Megatron's distributed optimizer with CommFuse's transfers of its buckets, or collectives."""
 
-import os
-from collections.abc import Callable
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from commfuse_npu import MismatchError, Transport, TransportError
+from commfuse_npu import MismatchError, Transport
 from tests.distributed.ranks import on_ranks
-from tests.limits import BRIEF, PATIENT
+from tests.limits import PATIENT
 from tests.megatron.models import BF16, DISTRIBUTED, Case
 from tests.megatron.training import Trainer, launched, layout
 
-IMPATIENT = BRIEF.total_seconds() / 10
-"""Timeout in minutes of transports in tests where a rank waits in vain."""
 STEPS = 4
 BUCKETS = {"bucket_size": 3000, "check_for_nan_in_grad": False}
 PLAIN = BUCKETS | {"overlap_grad_reduce": False, "overlap_param_gather": False}
@@ -82,62 +76,3 @@ def test_ranks_that_began_something_else_change_no_weight(
         with pytest.raises(MismatchError, match=r"layer: rank .* rows: "):
             trainer.step()
         assert trainer.sha256() == bits
-
-
-class PlantedError(Exception):
-    pass
-
-
-def plant(trainer: Trainer, how: Callable[[], None]) -> None:
-    """A failure before the second bucket group starts, or after all gradients are summed on every
-    rank, so that only the exchange before the step can tell the others."""
-    if how is die:
-        group = trainer.models[0].bucket_groups[1]
-        start = group.start_grad_sync
-        group.start_grad_sync = lambda: (how(), start())
-    else:
-        group = trainer.models[0].bucket_groups[-1]
-        finish = group.finish_grad_sync
-        group.finish_grad_sync = lambda: (finish(), how())
-
-
-def raise_it() -> None:
-    raise PlantedError
-
-
-def die() -> None:
-    os._exit(1)
-
-
-def failing(rank: int, how: Callable[[], None]) -> tuple[str, bool]:
-    """Result of a rank: the type of its error, and whether its bits are unchanged.
-
-    Broken process groups are left behind; the ranks have to be ended.
-    """
-    case = BOTH.but(UNCLIPPED | {"distributed_timeout_minutes": IMPATIENT})
-    with layout(case), launched(case):
-        trainer = Trainer(case)
-        trainer.run(2)
-        if rank == 1:
-            plant(trainer, how)
-        before, kind = trainer.sha256(), "none"
-        try:
-            trainer.step()
-        except (PlantedError, TransportError, RuntimeError) as error:
-            kind = type(error).__name__
-        return kind, trainer.sha256() == before
-
-
-@pytest.mark.parametrize(("size", "how"), [(2, raise_it), (3, die)])
-def test_a_rank_that_fails_keeps_the_others_from_their_step(ranks, size: int, how: Any) -> None:
-    try:
-        outcomes = ranks(size).outcomes(failing, how)
-    finally:
-        ranks(size).kill()
-    own = outcomes.pop(1)
-    if how is die:
-        assert isinstance(own, BrokenProcessPool)
-    else:
-        assert own == ("PlantedError", True), own
-    for outcome in outcomes:
-        assert outcome == ("TransportError", True), outcomes

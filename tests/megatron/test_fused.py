@@ -156,9 +156,7 @@ ATTENTION = [
         left={"attention": "attention dropout is 0.1"},
         eval=True,
     ),
-    TENSOR.but(GENERAL | RECOMPUTED, fused=FUSED, left={"attention": OF_DATA}),
     TENSOR.but(SELECTIVE, fused=FUSED, left={"attention": AGAIN}),
-    replace(TENSOR, mask="padding", fused=FUSED, left={"attention": "its mask is padding; only"}),
     TENSOR.but(WHOLE, fused=(), left=ALL_WHOLE | {"attention": ALL_REDUCE}),
     replace(
         TENSOR,

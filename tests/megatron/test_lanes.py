@@ -1,5 +1,6 @@
 """Lanes are opened and closed with Megatron's groups and do not affect other groups."""
 
+import json
 from typing import Any
 from unittest import mock
 
@@ -57,8 +58,10 @@ def life_of_the_lanes(rank: int, folder: str) -> None:
     manager.remove_patches()
     log = shared_order_log(folder, rank, dist.get_world_size())
     log.close()
-    # The first line, two transports opened and closed, and the end.
-    assert len(log.path.read_text().splitlines()) == 6
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert len(lines) == 6, "the first one, two transports opened and closed, and the end"
+    ranks = [line[2] for line in lines if line[0] == "transport"]
+    assert ranks == [list(layers) for layers, _ in expected.values()]
 
 
 def test_made_with_the_groups_given_up_with_them_and_recorded(ranks, tmp_path) -> None:

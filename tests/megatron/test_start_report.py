@@ -24,7 +24,6 @@ class Alien(torch.nn.Module):
 
 
 LAYERS = {"num_layers": 2}
-LAYERS_OF_A_GPT = "qkv", "proj", "fc1", "fc2", "output"
 TWO = Case(tensor=2, options=LAYERS)
 
 
@@ -43,21 +42,6 @@ def test_each_reason_comes_with_the_way_out(rank: int) -> None:
         f"attention: 0 of 2 fused; 2 not: {unlisted}",
     ]
     assert lines == [f"CommFuse: {line}" for line in expected if rank == 0]
-
-
-@on_ranks(2)
-def test_nothing_is_fused_without_sequence_parallelism(rank: int) -> None:
-    """Also layers that the launch names."""
-    case = TWO.but({"sequence_parallel": False}, launch="--commfuse-layers proj,fc2")
-    with layout(case), launched(case) as (_, report):
-        models = Trainer(case).models
-        with pytest.raises(IncompatibleOptionsError) as caught:
-            told(report, models)
-    for line, name in zip(str(caught.value).splitlines()[1:], LAYERS_OF_A_GPT, strict=False):
-        reason = "its all-reduce stays Megatron's" if name in ("proj", "fc2") else "the forward has"
-        assert f"{name}: 0 of " in line
-        assert f"not: without sequence parallelism {reason}" in line
-        assert "--sequence-parallel" in line
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,12 @@ from commfuse_npu import ops
 from commfuse_npu.overlap import ForwardBackwardOverlap
 
 WITHOUT_TRANSFERS = "Documents", "LinearOptions"
-SHARDED = "ShardedLinear", "shard_linears", "sharded_linear"
-GRADIENTS = "average_gradients", "clip_gradient_norm"
 
 
 def entry_points() -> Iterator[Callable[..., Any]]:
     """Every public function of the ops, and the public methods of their classes."""
     for name in ops.__all__:
-        if name in WITHOUT_TRANSFERS + SHARDED + GRADIENTS:
+        if name in WITHOUT_TRANSFERS:
             continue
         public = getattr(ops, name)
         if not isclass(public):

@@ -310,30 +310,6 @@ def test_each_side_finds_its_state_as_it_left_it(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_each_side_has_its_own_random_numbers(rank: int) -> None:
-    """The backward recomputes from another random state; the forward ends last."""
-    overlap = ForwardBackwardOverlap([world()])
-
-    def forward() -> list[torch.Tensor]:
-        drawn = []
-        for _ in range(4):
-            dist.all_reduce(torch.ones(1))
-            drawn.append(torch.rand(2))
-        return drawn
-
-    def backward() -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(7)
-            dist.all_reduce(torch.ones(1))
-
-    torch.manual_seed(1)
-    drawn, _ = overlap.run(forward, backward)
-    drawn.append(torch.rand(2))
-    torch.manual_seed(1)
-    assert all(torch.equal(numbers, torch.rand(2)) for numbers in drawn)
-
-
-@on_ranks(2)
 def test_the_environment_turns_it_off(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMMFUSE_FB_OVERLAP", "0")

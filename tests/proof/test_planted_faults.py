@@ -118,10 +118,6 @@ USED = ("gather_use", 2, 2, False)
 
 FAULTS: dict[str, tuple[Group, Fault, str]] = {
     # Pairing and order.
-    "swapped posts": (
-        gather(lanes=1), move(Post, 1, Post, 0),
-        "send of step 0 after that of step 1; there is no common",
-    ),
     "swapped posts of two lanes, which only hangs while links are closed": (
         gather(), move(Post, 1, Post, 0), "send of step 0 after that of step 1; there is no common",
     ),

@@ -86,14 +86,6 @@ def test_the_verdict_names_the_change_to_the_fastest_form(
     assert best["used"] or f" {less:.1%} less time than" in report["verdict"]
 
 
-def test_short_blocks_run_in_megatrons_order(plan: Plan) -> None:
-    short = f"{TP} {MANY} --seq-length 1024"
-    forms = by_flags(plan(short))
-    assert forms["--use-commfuse"]["seconds"] == forms[""]["seconds"]
-    fused = by_flags(plan(f"{short} --commfuse-chunks 1"))
-    assert fused["--use-commfuse"]["seconds"] > fused[""]["seconds"]
-
-
 def test_a_form_that_may_need_more_memory_than_there_is_is_named(plan: Plan) -> None:
     stages = f"{TP} {MANY} --pipeline-model-parallel-size 2"
     tight = plan(f"{stages} --num-layers 48")

@@ -127,22 +127,17 @@ ORDERED = ideal(ordered_sums=0.4)
 BESIDE = replace(ideal(), inside=Level("full_mesh", 1.0, 0.0, beside_work=2.0))
 CLOSED: list[tuple[Part, Machine, str, Expected]] = [
     (gather, ideal(), "mesh", gathered),
-    (scatter, ideal(), "mesh", scattered),
     # The first rank has all other blocks on one side, and multiplies them together.
     (gather, ideal(latency=3.0), "lane, whole",
      lambda c, t, n, k: beside(c, max(c / n, (n - 1) * (t + 3)), n)),
-    (gather, LATE, "lane, whole", lambda c, t, n, k: beside(c, max(c / n, (n - 1) * (t + 1)), n)),
     (gather, ORDERED, "plain", lambda c, t, n, k: c + t),
     (gather, SWITCHED, "plain", lambda c, t, n, k: c + (n - 1) * t),
-    (scatter, ideal(), "plain", lambda c, t, n, k: c + t),
-    (scatter, SWITCHED, "plain", lambda c, t, n, k: c + (n - 1) * t),
     # Sums in a fixed order take longer; those of our programs have one anyway.
     (scatter, ORDERED, "plain", lambda c, t, n, k: c + (1 + 0.4 * n / 8) * t),
     (scatter, ORDERED, "mesh", scattered),
     # Slices leave a tail.
     (gather, ideal(), "slices", lambda c, t, n, k: max(c, t) + min(c, t) / k),
     (scatter, ideal(), "slices", lambda c, t, n, k: max(c, t) + min(c, t) / k),
-    (gather, ideal(), "mc2", lambda c, t, n, k: tiled(c, t, n, "gather")),
     (scatter, ideal(), "mc2", lambda c, t, n, k: tiled(c, t, n, "scatter")),
     # Around a ring every tile takes a few rounds.
     (gather, LATE, "mc2",

@@ -10,8 +10,7 @@ import pytest
 
 from commfuse_npu.tools import cli, drawing
 from commfuse_npu.tools.drawing import Bit, Row, draw, gantt
-from commfuse_npu.tools.simulate.lanes import lanes
-from scripts.evidence.pictures import forms, main, step
+from scripts.evidence.pictures import main
 from tests.tools.answers import answer
 
 QUICK = "--typical --tp 2 --dp 1 --micro-batches 1 --sequence-length 4096"
@@ -109,22 +108,6 @@ def test_the_pictures_show_what_is_simulated(tmp_path: Path) -> None:
             for file in (drawn, shipped)
         )
         assert ours == pytest.approx(theirs, abs=0.01)
-    created = (tmp_path / "forms.svg").read_text("utf-8")
-    for title, variant in forms().items():
-        parts, time = step().parts(variant), step().layer_time(variant)
-        row = lanes(title, parts)
-        end, at = 1e3 * sum(part.seconds for part in parts), 0.0
-        # Work and waiting fill the lane of the compute engine.
-        for bit in sorted((b for b in row.bits if b.lane == "compute"), key=lambda bit: bit.start):
-            assert bit.start == pytest.approx(at, abs=1e-5), bit
-            at = bit.end
-        assert at == pytest.approx(end)
-        waited = sum(bit.end - bit.start for bit in row.bits if bit.kind == "waiting")
-        assert row.label == f"{title}: {end:.1f} ms, waiting {waited:.1f} ms"
-        assert {bit.kind for bit in row.bits if bit.lane == "links"} == {"transfer"}
-        # A single pair has no neighbors and takes a little longer.
-        assert end == pytest.approx(1e3 * time.seconds, rel=0.01)
-        assert f">{row.label}</text>" in created
 
 
 def test_a_picture_is_a_file_and_needs_a_package(tmp_path: Path, monkeypatch) -> None:
