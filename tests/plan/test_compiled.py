@@ -13,12 +13,12 @@ SPEC = RankSpec(Schedule(), 1, 4, True)
 def test_programs_of_old_lengths_are_freed() -> None:
     programs = WeakSet[Program]()
     for rows in range(1, 600):
-        programs.add(gather_gemm(SPEC, rows, 8, 8, None, 0))
+        programs.add(gather_gemm(SPEC, rows, 8, 8, 0))
     gc.collect()
     assert len(programs) <= 512
 
 
 def test_programs_of_all_lengths_share_their_transfers() -> None:
-    short, long = (gather_gemm(SPEC, rows, 8, 8, None, 0) for rows in (8, 16))
+    short, long = (gather_gemm(SPEC, rows, 8, 8, 0) for rows in (8, 16))
     for one, other in zip(short.posts, long.posts, strict=True):
         assert one.transfer is other.transfer
