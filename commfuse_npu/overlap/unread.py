@@ -15,11 +15,12 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,26 +41,36 @@ class Readers(TorchDispatchMode):
     A reader is a tensor that autograd saves and that depends on such a result, a tensor that
     outlives the run elsewhere (an attribute, a statistic), or the host (``item()``).  What autograd
     functions and hooks keep is saved or alive, so it counts, too.  The mask of a dropout is no
-    reader: it depends on the shape alone.
+    reader: it depends on the shape alone.  If the run enters hooks of saved tensors, which then
+    save in its place (activations that are swapped out), everything counts as read.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._blocks = 0
         self._in_block = False
+        self._others_save = False
         # Held, so that no other tensor gets their address.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._tensors: list[weakref.ref[torch.Tensor]] = []
 
     def __enter__(self) -> Readers:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        self._hooks = saved_tensors_hooks(self._save, lambda tensor: tensor)
         self._hooks.__enter__()
-        self._top_hooks = _top_saved_tensors_default_hooks(False)
+        enter = saved_tensors_hooks.__enter__
+
+        def enter_others(hooks: saved_tensors_hooks) -> None:
+            self._others_save = True
+            enter(hooks)
+
+        self._unpatch = partial(setattr, saved_tensors_hooks, "__enter__", enter)
+        saved_tensors_hooks.__enter__ = enter_others  # type: ignore[method-assign]
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._unpatch()
         self._hooks.__exit__(*error)
 
     @contextmanager
@@ -74,6 +85,8 @@ class Readers(TorchDispatchMode):
 
     def unread(self, outputs: Any) -> int:
         """How many blocks, counted from the last one, have results that only the outputs read."""
+        if self._others_save:
+            return 0
         tensors = [leaf for leaf in tree_leaves(outputs) if torch.is_tensor(leaf)]
         # A view keeps its base alive.
         own = {id(tensor) for tensor in tensors} | {id(tensor._base) for tensor in tensors}
@@ -102,8 +115,6 @@ class Readers(TorchDispatchMode):
             results = tree_leaves(result)
             if "dropout" in name:
                 results = results[:1]  # then the mask
-            if _top_saved_tensors_default_hooks(False) != self._top_hooks:
-                self._read()  # other hooks may save it, as those that swap activations out
             for leaf in results:
                 if torch.is_tensor(leaf):
                     self._follow(leaf)
