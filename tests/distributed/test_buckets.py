@@ -95,6 +95,20 @@ def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
             assert (tensor.view(3, 8)[rank] == 3).all()
 
 
+@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
+@on_ranks(2)
+def test_a_bucket_is_posted_after_earlier_ones(rank: int, batched: bool) -> None:
+    """The first bucket has memory for one of its three pieces."""
+    buckets = Buckets(transport(batched), LinearOptions(Schedule(lanes=1, chunks=3)))
+    with mock.patch(SCRATCH, 0):
+        first, second = (buckets.reduce_scatter(torch.ones(12)) for _ in range(2))
+    assert not first.running.all_posted
+    assert second.running._at == 0
+    first.wait()
+    assert second.running._at > 0
+    second.wait()
+
+
 @on_ranks(2)
 def test_a_comparison_comes_after_the_buckets_in_flight(rank: int) -> None:
     """Rank 0 waits for pieces that rank 1 posts only when it finishes the first bucket."""

@@ -107,8 +107,14 @@ LATENT = {
     "v_head_dim": 16,
     "rope_type": "rope",
 }
-NO_TRANSFER = "without sequence parallelism the forward has no transfer"
-ALL_REDUCE = "without sequence parallelism its all-reduce stays Megatron's"
+NO_TRANSFER = (
+    "without sequence parallelism the forward has no transfer (Megatron hides that of the "
+    "backward behind wgrad; --sequence-parallel has both)"
+)
+ALL_REDUCE = (
+    "without sequence parallelism its all-reduce stays Megatron's, because from three ranks on a "
+    "fused sum may have another order (--sequence-parallel fuses it"
+)
 ALL_WHOLE = dict.fromkeys(("qkv", "fc1", "output"), NO_TRANSFER) | dict.fromkeys(
     ("proj", "fc2"), ALL_REDUCE
 )

@@ -80,7 +80,6 @@ def judged(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
         ([HEADER, ["thread", "main"]], "line 2: ValueError: this is no event"),
         ([HEADER, TRANSPORT, BEGIN, BEGIN], "line 4: ValueError: slot 0 is in use"),
         ([HEADER, TRANSPORT, ["issue", 0, 0, {"name": "all"}]], "line 3: KeyError: 'kind'"),
-        ([HEADER, ["dance", 1]], "line 2: ValueError: this is no event: .*dance"),
         ([HEADER, BEGIN], "line 2: KeyError: 0"),
         ([HEADER, TRANSPORT, begin(schedule={"lanes": 0})], "line 3: PlanError: lanes is 0; it mu"),
         ([HEADER, TRANSPORT, begin(arguments=[4, 1])], "TypeError: buck"),
@@ -153,7 +152,6 @@ GATHER, SCATTER = (
     ["issue", slot, 0, {"name": name, "kind": kind, "bytes": 64, "dtype": "torch.float32"}]
     for slot, name, kind in ((1, "gather", "all_gather"), (2, "scatter", "reduce_scatter"))
 )
-SMALLER = [*SCATTER[:3], {**SCATTER[3], "bytes": 32}]
 AWAITED = [["await", 1], ["await", 2]]
 COLLECTIVES = [GATHER, SCATTER, AWAITED[0], *ONCE, AWAITED[1]]
 
@@ -171,10 +169,7 @@ CASES: list[tuple[Events, Events, int, str]] = [
     (ONCE, [BEGIN, POST, WAIT, WAIT, FINISH], 1, "is at 'wait .* where its program has "),
     (ONCE, changed(arguments=[5]), 1, r"arguments \[4\] on rank 0, \[5\] on rank 1"),
     (ONCE, changed(arguments=[5]), 1, "wrong data: rank . sends .* rows. .* expects .* rows."),
-    (ONCE, changed(schedule={"lanes": 1}), 1, "schedule .*'lanes': 2.* on rank 0, .* on rank 1"),
     (ONCE, changed(dtype="torch.float64"), 1, "dtype .*32 on rank 0, .*64 on rank 1"),
-    (ONCE, changed(sum_dtype="torch.float64"), 1, "sum_dtype .* on rank 0, .*64 on rank 1"),
-    (ONCE, changed(options="?"), 1, r"options .* on rank 0, \? on rank 1"),
     # Each rank waits for one of two operations before it posts the other: not so in two threads.
     ([*A, *B, *ENDS], [*B, *A, *ENDS], 1, r"deadlock \(cold\): rank 0 waits for rank 1 to open lane"
      r" 0 between them for block 0 \(4 .*and so round to rank 0"),
@@ -202,8 +197,6 @@ CASES: list[tuple[Events, Events, int, str]] = [
     (COLLECTIVES, [SCATTER, GATHER, *COLLECTIVES[2:]], 1, r"wrong data: rank \d sends .* of collec"
      r"tive 0 \(.*same as collective 0 \(gather\) of .*: name gather on rank 0, scatter on rank 1; "
      "kind all_gather on"),
-    (COLLECTIVES, [GATHER, SMALLER, *COLLECTIVES[2:]], 1, r"same as collective 1 \(scatter\) of .*:"
-     " bytes 64 on rank 0, 32 on rank 1"),
     (COLLECTIVES, [GATHER, *COLLECTIVES[2:-1]], 1, r"rank 1 lacks collective 1 \(scatter\)"),
     (COLLECTIVES, COLLECTIVES[:-1], 1, r"rank 1, collective 1 \(scatter\) of .*: it began it and "
      "never waited for it"),
