@@ -317,6 +317,8 @@ class _LinearReduceScatter(Call):
             running.before = {"wgrad": column.gather_early}
         other = None if x is None else x.flatten(0, -2)
         running.run({"wgrad": wgrad.add}, shard=shard, weight=weight, out=out, other=other)
+        if wgrad.needed and not inputs:  # the program has no product without columns
+            wgrad.add(shard, shard.new_empty(shard.shape[0], 0))
         return grad_x, wgrad.result()
 
 

@@ -140,6 +140,15 @@ def test_a_pair_has_one_row_parallel_layer(rank: int) -> None:
     assert begun[len(layers) :] == [ROW, ROW, COLUMN]
 
 
+@on_ranks(2)
+def test_a_weight_without_columns_has_a_gradient(rank: int) -> None:
+    """Of no elements; torch.nn.functional.linear has one, too."""
+    weight = torch.empty(3, 0, requires_grad=True)
+    linear_reduce_scatter(torch.empty(4, 0), weight, transport=transport()).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.shape == weight.shape
+
+
 @on_ranks(3)
 def test_a_pruned_backward_gathers_nothing_early(rank: int) -> None:
     """Only the last weight's gradient is requested: the layer before it has no backward."""
