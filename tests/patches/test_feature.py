@@ -56,7 +56,7 @@ def test_what_needs_no_tensor_parallelism(option: str, others: dict[str, Any]) -
     CommFuseFeature().validate_args(real_arguments(option, **ALONE, **others))
 
 
-def test_forward_backward_overlap_wraps_the_choice_of_a_schedule_unless_refused() -> None:
+def test_overlap_wraps_schedules_and_checkpoints_unless_refused() -> None:
     feature, manager, names = CommFuseFeature(), PatchManager(), argparse.Namespace
     parser = argparse.ArgumentParser()
     feature.register_args(parser)
@@ -65,8 +65,12 @@ def test_forward_backward_overlap_wraps_the_choice_of_a_schedule_unless_refused(
     assert feature.is_need_apply(args)
     feature.register_patches(manager, args)
     pipeline = {"commfuse_fb_overlap": True, "pipeline_model_parallel_size": 4}
-    (path,) = manager._wrappers
-    assert path.endswith(".get_forward_backward_func")
+    wrapped = {path.rpartition("tensor_parallel.")[2] for path in manager._wrappers}
+    assert wrapped == {
+        "megatron.core.pipeline_parallel.schedules.get_forward_backward_func",
+        "random.CheckpointFunction.forward",
+        "layers.RowParallelLinear.forward",
+    }
     assert getattr(feature.overlapping, "_order_log", None) == "a folder"
     for more in ({"commfuse_fb_overlap_memory": 1}, {"virtual_pipeline_model_parallel_size": 2}):
         feature.validate_args(names(**pipeline, **more))
