@@ -247,9 +247,9 @@ def test_micro_batches_that_take_turns_change_no_bit(case: str, tmp_path: Path) 
     reference, commfuse = rehearsed(tmp_path, processes, options, iterations=3, model=SEVERAL)
     assert all(record.pairs > 0 for record in commfuse)
     assert all(record.pairs == 0 for record in reference)
-    if RECOMPUTE in options:  # without the reduce-scatters that no gradient reads
-        left = gathers_and_scatters(commfuse, "tensor")
-        assert left < gathers_and_scatters(reference, "tensor")
+    if case == "recomputed_dropout":
+        log = (tmp_path / "commfuse" / "log.txt").read_text("utf-8")
+        assert "recomputations of 2 checkpoints leave out the last GEMM" in log
 
 
 @pytest.mark.parametrize("script", LAUNCHES)
