@@ -256,7 +256,8 @@ class UlyssesWrappers(LaneUser):
 
     def _obstacle(self, attention: Any) -> str | None:
         """Why this exchange of heads keeps its own forward, whatever its mask is."""
-        if active_turns() is not None:
+        turns = active_turns()
+        if turns is not None and not turns.alone:
             return PARTNER
         exchange = attention.local_attn.ulysses_comm_para
         if exchange["spg"] is not self.lanes().group:

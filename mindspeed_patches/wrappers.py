@@ -293,7 +293,8 @@ class LinearWrappers(LaneUser):
             return "its input is not parallel: Megatron scatters it first"
         if name == "experts":
             return EXPERTS
-        if active_turns() is not None:
+        turns = active_turns()
+        if turns is not None and not turns.alone:
             return PARTNER
         # Layers of Megatron core 0.13 and later have a group of their own.
         if getattr(layer, "tp_group", None) not in (None, self.lanes().group):

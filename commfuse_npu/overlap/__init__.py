@@ -1,18 +1,9 @@
-"""Forward-backward overlap: two micro-batches take turns at their transfers."""
+"""Forward-backward overlap: passes of micro-batches take turns at their transfers."""
 
 from __future__ import annotations
 
-from commfuse_npu.overlap.pair import ForwardBackwardOverlap
-from commfuse_npu.overlap.states import Attributes, RandomState, SideState
-from commfuse_npu.overlap.turns import OtherSideError
-from commfuse_npu.plan.turn_order import HandOverPoint, Order
+from commfuse_npu.overlap.forward_backward import ForwardBackwardOverlap
+from commfuse_npu.overlap.states import Attributes, PassState, RandomState
+from commfuse_npu.overlap.turns import OtherPassError
 
-__all__ = [
-    "Attributes",
-    "ForwardBackwardOverlap",
-    "HandOverPoint",
-    "Order",
-    "OtherSideError",
-    "RandomState",
-    "SideState",
-]
+__all__ = ["Attributes", "ForwardBackwardOverlap", "OtherPassError", "PassState", "RandomState"]

@@ -1,4 +1,4 @@
-"""State outside the autograd graph that belongs to one of the two sides."""
+"""State outside the autograd graph that belongs to a pass."""
 
 from __future__ import annotations
 
@@ -6,45 +6,56 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Attributes", "RandomState", "SideState"]
+__all__ = ["Attributes", "PassState", "RandomState"]
 
 
-class SideState(Protocol):
-    """State of which each side has its own value; swapped whenever the turn changes."""
+class PassState(Protocol):
+    """State of which each pass has its own values; they are swapped whenever the turn changes.
 
-    def save(self) -> Any:
-        """The current value, for :meth:`restore`."""
+    A pass starts with the values that were current when it was created.
+    """
 
-    def restore(self, saved: Any) -> None:
-        """Set the value that :meth:`save` returned."""
+    def save(self) -> dict[str, Any]:
+        """The current values by name, for :meth:`restore`."""
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Set values that :meth:`save` returned, all or some of them."""
+
+    def same(self, before: Any, after: Any) -> bool:
+        """Whether a pass that started with the value ``before`` has not written it."""
 
 
-class RandomState(SideState):
+class RandomState(PassState):
     """torch's default generators, of the CPU and of the device.
 
-    A recomputation sets them to the states of its forward, and then restores them.  If two sides
-    take turns, such changes do not nest, so each side needs its own states.
+    A recomputation sets them to the states of its forward, and then restores them.  If passes take
+    turns, such changes do not nest, so each pass needs its own states.
 
     Args:
         device: ``npu``, ``cuda``, or ``cpu`` for the CPU's alone.
     """
 
     def __init__(self, device: str = "cpu") -> None:
-        self._modules = [torch] if device == "cpu" else [torch, torch.get_device_module(device)]
+        self._modules = {"cpu": torch}
+        if device != "cpu":
+            self._modules[device] = torch.get_device_module(device)
 
-    def save(self) -> list[torch.Tensor]:
-        return [module.get_rng_state() for module in self._modules]
+    def save(self) -> dict[str, torch.Tensor]:
+        return {name: module.get_rng_state() for name, module in self._modules.items()}
 
-    def restore(self, saved: list[torch.Tensor]) -> None:
-        for module, state in zip(self._modules, saved, strict=True):
-            module.set_rng_state(state)
+    def restore(self, saved: dict[str, torch.Tensor]) -> None:
+        for name, state in saved.items():
+            self._modules[name].set_rng_state(state)
+
+    def same(self, before: torch.Tensor, after: torch.Tensor) -> bool:
+        return torch.equal(before, after)
 
 
-class Attributes(SideState):
+class Attributes(PassState):
     """Attributes of a module, a class or an object: those named, or all if none is named.
 
-    A list or dictionary stays the same object, as there may be other references to it; its contents
-    are swapped.
+    A list, dictionary or set stays the same object, as there may be other references to it; its
+    contents are swapped.
     """
 
     def __init__(self, owner: Any, *names: str) -> None:
@@ -55,15 +66,25 @@ class Attributes(SideState):
         if self._names:
             values = {name: getattr(self._owner, name) for name in self._names}
         return {
-            name: (value, value.copy() if isinstance(value, (list, dict)) else None)
+            name: (value, value.copy() if isinstance(value, (list, dict, set)) else None)
             for name, value in values.items()
         }
 
     def restore(self, saved: dict[str, tuple[Any, Any]]) -> None:
-        if not self._names:
-            vars(self._owner).clear()
         for name, (value, content) in saved.items():
             if content is not None:
                 value.clear()
-                (value.update if isinstance(value, dict) else value.extend)(content)
+                (value.extend if isinstance(value, list) else value.update)(content)
             setattr(self._owner, name, value)
+
+    def same(self, before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
+        if before[0] is not after[0]:
+            return False
+        return _items(before[1]) == _items(after[1])
+
+
+def _items(content: list[Any] | dict[Any, Any] | set[Any] | None) -> list[tuple[Any, int]]:
+    """The contents of a container, by identity."""
+    if isinstance(content, dict):
+        return [(key, id(value)) for key, value in content.items()]
+    return [(None, id(value)) for value in content or ()]

@@ -1,17 +1,16 @@
-"""Hooks torch.distributed, so that a forward and a backward take turns at its collectives.
+"""Hooks torch.distributed, so that passes take turns at its collectives.
 
-While a pair runs, a blocking collective of a named group becomes: start it, hand over, wait::
+While passes run, a blocking collective of a named group becomes: start it, hand over, wait::
 
     work = all_gather_into_tensor(output, input, group, async_op=True)
-    turns.reach_point(True, work, work)  # the other side computes while this transfer is under way
+    turns.hand_over()  # other passes compute while this transfer is under way
     work.wait()
 
-An asynchronous collective stays asynchronous.  In strict turns the ``wait()`` of a reduce-scatter,
-an all-reduce and an all-to-all hands over first; that of an all-gather does not, because Megatron
-hides the all-gather of a backward behind its dgrad.  A chosen order
-(:mod:`commfuse_npu.plan.turn_order`) may hand over at any ``wait()``, and after an asynchronous
-collective started.  The host's wait for a stream or an event is a hand-over point, too, because
-experts read their token counts there.  Outside a pair, and for other groups, nothing changes.
+An asynchronous collective stays asynchronous.  The ``wait()`` of a reduce-scatter, an all-reduce
+and an all-to-all hands over first; that of an all-gather does not, because Megatron hides the
+all-gather of a backward behind its dgrad.  The wait for a functional collective hands over, and the
+host's wait for a stream or an event where the code of named modules waits: experts read their token
+counts there, on all ranks.  Other threads, other groups and the rest of a program are unchanged.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves
 
-from commfuse_npu.overlap.turns import FORWARD, NAMES, Turns
+from commfuse_npu.overlap.turns import Turns
 from commfuse_npu.runtime.order_log import Entry, OrderLog
 from commfuse_npu.runtime.undefined_results import results_are_undefined
 
@@ -47,7 +47,7 @@ _WAIT_HANDS_OVER = {
     "reduce_scatter_tensor": True,
 }
 """Collectives by all names of torch 2.7 to 2.13, and whether the ``wait()`` of an asynchronous one
-hands over in strict turns."""
+hands over."""
 
 Groups = Mapping[dist.ProcessGroup | None, int]
 """Groups whose collectives hand over, with their numbers in the order log; the key ``None`` is the
@@ -55,33 +55,35 @@ default group."""
 
 _turns: Turns | None = None
 _groups: Groups = {}
+_waits_in: tuple[str, ...] = ()
 _log: OrderLog | None = None
-_beginning = False
-"""Whether a wrapped function is running: some functions of torch call others that are wrapped."""
 
 
 def active_turns() -> Turns | None:
-    """The turns of the pair that runs in this process, ``None`` if none does."""
-    return _turns
+    """The turns of the pass that runs in the calling thread, ``None`` in any other thread."""
+    return _turns if _turns is not None and _turns.runs_here() else None
 
 
 @contextmanager
 def take_turns_at_transfers(
-    turns: Turns, groups: Groups, log: OrderLog | None = None
+    turns: Turns, groups: Groups, waits_in: tuple[str, ...] = (), log: OrderLog | None = None
 ) -> Iterator[None]:
     """Make collectives of these groups hand over in the block.
 
+    Args:
+        waits_in: beginnings of the names of modules whose waits for streams and events hand over.
+
     Raises:
-        RuntimeError: another pair is running.
+        RuntimeError: other passes are running.
     """
-    global _turns, _groups, _log
-    if _turns is not None:
+    global _turns, _groups, _waits_in, _log
+    if _turns is not None and not _turns.over:
         raise RuntimeError(
-            "a forward and a backward run side by side already; a pair cannot contain another one"
+            "passes take turns already, in this thread or in another one; a pass cannot run others"
         )
     hook_collectives()
     _refuse_fsdp()
-    _turns, _groups, _log = turns, groups, log
+    _turns, _groups, _waits_in, _log = turns, groups, waits_in, log
     try:
         yield
     finally:
@@ -90,15 +92,15 @@ def take_turns_at_transfers(
 
 
 class _Transfer:
-    """A ``Work`` whose ``wait()`` is a hand-over point while the pair runs that started it."""
+    """A ``Work`` whose ``wait()`` is a point of the pass that waits."""
 
-    def __init__(self, work: Any, turns: Turns, hands_over: bool, log: Entry | None) -> None:
-        self._work, self._began_in, self._hands_over = work, turns, hands_over
-        self._log = log
+    def __init__(self, work: Any, point: str, hands_over: bool, log: Entry | None) -> None:
+        self._work, self._point, self._hands_over, self._log = work, point, hands_over, log
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        if _turns is self._began_in:
-            self._began_in.reach_point(self._hands_over, waits_for=self._work)
+        turns = active_turns()
+        if turns is not None:
+            turns.reach_point(f"wait of {self._point}", self._hands_over, fills=True)
         if self._log is not None:
             self._log("await")
             self._log = None
@@ -112,34 +114,31 @@ def handing_over(function: Callable[..., Any], wait_hands_over: bool) -> Callabl
     """Wrap a collective, which has the parameters ``group`` and ``async_op``, in that order.
 
     Args:
-        wait_hands_over: whether the ``wait()`` of an asynchronous one hands over in strict turns.
+        wait_hands_over: whether the ``wait()`` of an asynchronous one hands over.
     """
     names = list(inspect.signature(function).parameters)
     group_at, async_at = names.index("group"), names.index("async_op")
 
     @functools.wraps(function)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        global _beginning
-        turns = _turns
         asynchronous = kwargs.get("async_op", False) or args[async_at:] == (True,)
         if results_are_undefined() and not asynchronous:
             return None
+        turns = active_turns()
         group = args[group_at] if len(args) > group_at else kwargs.get("group")
-        if turns is None or _beginning or group not in _groups:
+        if turns is None or group not in _groups or _is_coalesced(group):
             return function(*args, **kwargs)
         kwargs.pop("async_op", None)
-        log = _recorded(function.__name__, group, turns.side, (*args, *kwargs.values()))
-        _beginning = True
-        try:
+        log = _recorded(function.__name__, group, turns, (*args, *kwargs.values()))
+        point = f"{function.__name__} of group {list(_groups).index(group)}"
+        with turns.paused():  # some functions of torch call others that are wrapped
             work = function(*args[:async_at], async_op=True, **kwargs)
-        finally:
-            _beginning = False
         if work is None:  # this rank is not in the group
             return None
         if asynchronous:
-            turns.reach_point(False, work)
-            return _Transfer(work, turns, wait_hands_over, log)
-        turns.reach_point(True, work, work)
+            turns.reach_point(point, hands_over=False)
+            return _Transfer(work, point, wait_hands_over, log)
+        turns.reach_point(point, hands_over=True, fills=True)
         if log is not None:
             log("await")
         work.wait()
@@ -148,8 +147,14 @@ def handing_over(function: Callable[..., Any], wait_hands_over: bool) -> Callabl
     return collective
 
 
+def _is_coalesced(group: dist.ProcessGroup | None) -> bool:
+    """Whether collectives of the group are collected, to start together later."""
+    world: Any = c10d._world
+    return bool(world.pg_coalesce_state) and (group or dist.group.WORLD) in world.pg_coalesce_state
+
+
 def _recorded(
-    name: str, group: dist.ProcessGroup | None, side: int, given: tuple[Any, ...]
+    name: str, group: dist.ProcessGroup | None, turns: Turns, given: tuple[Any, ...]
 ) -> Entry | None:
     """The entry of the order log for a collective that is about to start."""
     if _log is None:
@@ -157,37 +162,63 @@ def _recorded(
     tensor = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
     # An all-to-all may give each rank another number of rows.
     size = 0 if name.startswith("all_to_all") else tensor.nbytes
-    return _log.collective(_groups[group], name, f"{name} of a {NAMES[side]}", size, tensor.dtype)
+    of = f"{name} of a {turns.running.name}"
+    return _log.collective(_groups[group], name, of, size, tensor.dtype)
 
 
-def _host_wait(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the wait for an event or a functional collective (of DTensor, too); it has no group."""
-
-    @functools.wraps(function)
-    def wait(first: Any) -> Any:
-        if _turns is not None:
-            _turns.reach_point(True)
-        return function(first)
-
-    return wait
-
-
-def _stream_synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a stream's synchronize: wait for what was enqueued so far, not for the other side."""
+def _functional_wait(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the wait for a functional collective (of DTensor, too); it does not know its group."""
 
     @functools.wraps(function)
-    def synchronize(stream: Any) -> Any:
-        return function(stream) if _turns is None else stream.record_event().synchronize()
+    def wait_tensor(tensor: torch.Tensor) -> Any:
+        turns = active_turns()
+        if turns is not None:
+            turns.reach_point("wait of a functional collective", hands_over=True, fills=True)
+        return function(tensor)
+
+    return wait_tensor
+
+
+def _event_synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the host's wait for an event."""
+
+    @functools.wraps(function)
+    def synchronize(event: Any) -> Any:
+        turns = active_turns()
+        if turns is not None and _waits_here(sys._getframe(1)):
+            turns.reach_point("wait of the host", hands_over=True)
+        return function(event)
 
     return synchronize
 
 
+def _stream_synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a stream's synchronize: wait for what was enqueued so far, not for other passes."""
+
+    @functools.wraps(function)
+    def synchronize(stream: Any) -> Any:
+        turns = active_turns()
+        if turns is None:
+            return function(stream)
+        event = stream.record_event()
+        if _waits_here(sys._getframe(1)):
+            turns.reach_point("wait of the host", hands_over=True)
+        with turns.paused():
+            return event.synchronize()
+
+    return synchronize
+
+
+def _waits_here(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").startswith(_waits_in) if _waits_in else False
+
+
 def _refused(function: Callable[..., Any], why: str, applies: Callable[..., Any]) -> Any:
-    """Wrap a function so that it raises in a pair, if ``applies`` to its first argument."""
+    """Wrap a function so that it raises in a pass, if ``applies`` to its first argument."""
 
     @functools.wraps(function)
     def refuse(first: Any, *args: Any, **kwargs: Any) -> Any:
-        if _turns is not None and applies(first):
+        if active_turns() is not None and applies(first):
             raise RuntimeError(why)
         return function(first, *args, **kwargs)
 
@@ -196,33 +227,25 @@ def _refused(function: Callable[..., Any], why: str, applies: Callable[..., Any]
 
 @functools.cache
 def hook_collectives() -> None:
-    """Wrap the functions, once; outside a pair they do what they did, unless their results are left
-    undefined (:mod:`~commfuse_npu.runtime.undefined_results`)."""
+    """Wrap the functions, once; outside of passes they do what they did, unless their results are
+    left undefined (:mod:`~commfuse_npu.runtime.undefined_results`)."""
     for name, wait_hands_over in _WAIT_HANDS_OVER.items():
         if hasattr(c10d, name):
             _wrap(c10d, name, handing_over, wait_hands_over)
-    _wrap(functional, "wait_tensor", _host_wait)
-    for name, wrapper in (("Event", _host_wait), ("Stream", _stream_synchronize)):
+    _wrap(functional, "wait_tensor", _functional_wait)
+    for name, wrapper in (("Event", _event_synchronize), ("Stream", _stream_synchronize)):
         # A set, because torch_npu may have replaced CUDA's class by its own.
         owners = {getattr(getattr(torch, device, None), name, None) for device in ("cuda", "npu")}
         for owner in owners - {None}:
             _wrap(owner, "synchronize", wrapper)
     _wrap(
-        torch.autograd.graph,
-        "_engine_run_backward",
-        _refused,
-        "a backward inside the forward of a pair: on a device its autograd thread is parked in the "
-        "other side's backward, and both would wait for ever; run this forward by itself",
-        lambda _: _turns is not None and _turns.side == FORWARD,
-    )
-    _wrap(
         torch.nn.parallel.DistributedDataParallel,
         "forward",
         _refused,
-        "DistributedDataParallel outside of no_sync() in a pair: the second forward before a "
-        "backward leaves gradients unreduced; run pairs within model.no_sync(), and the forward "
+        "DistributedDataParallel outside of no_sync() in a pass: a second forward before the "
+        "backward leaves gradients unreduced; run passes within model.no_sync(), and the forward "
         "and backward of the last micro-batch by themselves after it",
-        lambda model: model.require_backward_grad_sync,
+        lambda model: model.require_backward_grad_sync and torch.is_grad_enabled(),
     )
 
 
@@ -238,7 +261,7 @@ def _refuse_fsdp() -> None:
                 target,
                 name,
                 _refused,
-                "a fully sharded module in a pair: the backward would free or re-gather parameters "
+                "a fully sharded module in a pass: a backward would free or re-gather parameters "
                 "that the forward beside it uses; run its micro-batches one after the other",
                 lambda _: True,
             )

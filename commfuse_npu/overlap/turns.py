@@ -1,213 +1,331 @@
-"""Two threads of which only one runs at a time, until it hands over to the other.
+"""Threads of which only one runs at a time, until it hands over to the next one.
 
-The forward runs in the caller's thread, the backward in a second one.  Only calls of
-:meth:`Turns.hand_over` decide which side runs, never speed, so the order is the same on all ranks::
+The first pass runs in the caller's thread, each other one in a thread of its own.  Only calls of
+:meth:`Turns.hand_over` decide which pass runs (:mod:`commfuse_npu.plan.turns`), never speed, so the
+order is the same on all ranks::
 
-    forward   | runs ... hand_over |                    | runs ... ends |
-    backward  |                    | runs ... hand_over |               | runs ... ends |
+    forward    | runs ... hand_over |                    | runs ... ends |
+    backward   |                    | runs ... hand_over |               | runs ... ends |
 
-The running side is known from the turn, not from the thread: autograd runs the backward of CUDA and
-NPU tensors in its own threads, which belong to the side that called it.
+A pass is known by its thread.  On a device autograd would run a backward in threads of its own; in
+a pass it runs in the thread that calls it (``set_multithreading_enabled(False)``), so several
+passes may run backwards.  A thread that belongs to no pass, as a data loader's, never hands over.
 """
 
 from __future__ import annotations
 
+import signal
 import threading
-import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._C._profiler import _RecordFunctionFast
 
-from commfuse_npu.overlap.states import SideState
-from commfuse_npu.plan.turn_order import BACKWARD, FORWARD, HandOverPoint
+from commfuse_npu.overlap.states import PassState, RandomState
+from commfuse_npu.overlap.thread_context import ThreadContext
+from commfuse_npu.overlap.weight_gradients import WeightGradients
+from commfuse_npu.plan.turns import filled_pass, next_pass
 
-__all__ = ["BACKWARD", "FORWARD", "OtherSideError", "Recording", "Turns"]
+__all__ = ["OtherPassError", "Pass", "Turns"]
 
-NAMES = "forward", "backward"
+_idle: list[ThreadPoolExecutor] = []
+"""Threads, one each, that run no pass: a new thread would start with a cold allocator cache."""
 
 
-class OtherSideError(RuntimeError):
-    """This side was ended because the other one failed; ``__cause__`` is that failure."""
+class OtherPassError(RuntimeError):
+    """This pass was ended because another one failed; ``__cause__`` is that failure."""
+
+
+class Pass:
+    """A function that takes turns with others.
+
+    Attributes:
+        recomputes: whether it is a recomputation that runs ahead.
+        hand_overs: how often it let another pass run.
+        points: checksum of the names of the points that it reached, in order.
+        result: what the function returned.
+    """
+
+    def __init__(self, name: str, function: Callable[[], Any], recomputes: bool = False) -> None:
+        self.name, self.function, self.recomputes = name, function, recomputes
+        self.hand_overs = 0
+        self.points = 0
+        self.result: Any = None
+        self.thread: int | None = None
+        self.worker: ThreadPoolExecutor | None = None
+        self.future: Future[None] | None = None
+        self.awaits: Pass | None = None
+        self.ended = False
+        self.began_with: list[dict[str, Any]] = []
+        self.saved: list[dict[str, Any]] = []
+        self.gate = threading.Lock()
+        self.gate.acquire()
 
 
 class Turns:
-    """The turns of one forward and one backward; the forward starts.
+    """The turns of some passes; the first one begins.
 
     Args:
         states: swapped whenever the turn changes.
-        order: for each point of the forward, and of the backward, whether it hands over there;
-            beyond the end of a list each point has its default.
+        device: ``npu``, ``cuda`` or ``cpu``.
+        weight_gradients: those that wait to be computed.
+        at_point: called at each point, with its name.
 
     Attributes:
-        side: whose turn it is.
-        hand_overs: how often each side handed over.
-        error: of the side that failed first.
+        running: the pass whose turn it is.
+        passes: all passes, in the order of their creation.
+        error: of the pass that failed first.
     """
 
+    running: Pass
+
     def __init__(
-        self, states: Sequence[SideState] = (), order: Sequence[Sequence[bool]] = ((), ())
+        self,
+        states: Sequence[PassState],
+        device: str,
+        weight_gradients: WeightGradients,
+        at_point: Callable[[str], object] | None = None,
     ) -> None:
-        self.side = FORWARD
-        self.hand_overs = [0, 0]
-        self._order, self._passed = order, [0, 0]
+        self._at_point = at_point
+        self.weight_gradients = weight_gradients
+        self.passes: list[Pass] = []
         self.error: BaseException | None = None
-        self._states = states
-        self._saved: list[list[Any]] = [[], self._save()]
-        self._ended = [False, False]
-        self._gates = threading.Lock(), threading.Lock()
-        for gate in self._gates:
-            gate.acquire()
+        self._failed = ""
+        self._states, self._device = states, device
+        self._ring: list[Pass] = []
+        self._interrupted = False
+        self._paused = False
 
-    def run(self, side: int, function: Callable[[], Any]) -> Any:
-        """Run a side in the thread that calls it, the backward from its first turn on.
+    def run(self, functions: Mapping[str, Callable[[], Any]]) -> list[Any]:
+        """Run the functions as passes; returns their results.
 
-        An exception is kept in :attr:`error`.
+        Afterwards each state has the value that the first pass wrote last, else the second, ...: as
+        if they had run one after the other, the last one first.
+
+        Raises:
+            BaseException: that of the pass that failed first, after all passes have ended.
+            RuntimeError: a pass other than the first one drew random numbers, which are not those
+                of a run in order.
         """
-        error: BaseException | None = None
-        result = None
-        try:
-            if side == BACKWARD:
-                self._wait_for_turn(BACKWARD)
-            result = function()
-        except BaseException as failure:
-            error = failure
-        self.end(side, error)
-        return result
+        given = [Pass(name, function) for name, function in functions.items()]
+        first = self.running = given[0]
+        with self._deferred_interrupts():
+            for number, one in enumerate(given):
+                self._add(one, number)
+            for one in given[1:]:
+                self._start(one)
+            first.gate.release()
+            self._run(first, None)
+            for one in self.passes:
+                self._release(one)
+        if self.error is not None:
+            raise self.error
+        if self._interrupted:
+            raise KeyboardInterrupt
+        for one in reversed(given):
+            self._keep_changes(one, random=one is first)
+        return [one.result for one in given]
 
-    def reach_point(self, by_default: bool, began: Any = None, waits_for: Any = None) -> None:
-        """A point to hand over: after a transfer started, or before the side waits for one.
+    @property
+    def over(self) -> bool:
+        """Whether all passes have ended."""
+        return not self._ring
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other pass to hand over to."""
+        return len(self._ring) == 1
+
+    def runs_here(self) -> bool:
+        """Whether the pass whose turn it is runs in the calling thread."""
+        return self.running.thread == threading.get_ident() and not self._paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """In the block, collectives of the running pass are no points."""
+        before = self._paused
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def reach_point(self, name: str, hands_over: bool, fills: bool = False) -> None:
+        """A point at which the pass hands over, or that only the checksum knows.
 
         Args:
-            by_default: whether to hand over if the order does not say.
-            began: the transfer that started.
-            waits_for: the transfer that the side waits for next, if known.
+            fills: a weight gradient may be computed before the wait that follows.
         """
-        chosen, at = self._order[self.side], self._passed[self.side]
-        self._passed[self.side] += 1
-        if chosen[at] if at < len(chosen) else by_default:
-            self.hand_over()
+        self.running.points = zlib.crc32(name.encode(), self.running.points)
+        if self._at_point is not None:
+            self._at_point(name)
+        if hands_over:
+            self.hand_over(fills)
 
-    def hand_over(self) -> None:
-        """Let the other side run until it hands over or ends; nothing if it has ended.
+    def hand_over(self, fills: bool = False) -> None:
+        """Let the next pass run; returns when the turn comes back.  Nothing if no other can run.
 
         A range of ``torch.profiler``, from here to when the turn comes back.
 
         Raises:
-            OtherSideError: the other side failed.
+            OtherPassError: another pass failed.
+            KeyboardInterrupt: Ctrl-C, since the turn began.
         """
-        side, other = self.side, 1 - self.side
+        me = self.running
         self._check()
-        if self._ended[other]:
-            return
-        self.hand_overs[side] += 1
-        with _RecordFunctionFast(f"CommFuse: {NAMES[side]} handed over"):
-            self._give_turn(other)
-            self._wait_for_turn(side)
+        other = self._next()
+        if other is not me:
+            me.hand_overs += 1
+            with _RecordFunctionFast(f"CommFuse: {me.name} handed over"):
+                self._give_turn(other)
+                self._wait_for_turn(me)
+        if fills and len(self.weight_gradients):
+            filled = filled_pass([one.recomputes for one in self._ring])
+            if filled is not None and self._ring[filled] is me:
+                with self.paused():
+                    self.weight_gradients.compute_one()
 
-    def end(self, side: int, error: BaseException | None = None) -> None:
-        """A side returned or raised ``error``; the other one runs to its end."""
-        self._ended[side] = True
-        self.error = self.error or error
-        other = 1 - side
-        if self._ended[other]:
-            # A backward leaves random states as it found them, so those of the forward stay.
-            if side == BACKWARD:
-                self._restore(FORWARD)
-        else:
-            self._give_turn(other)
+    def fork(self, name: str, function: Callable[[], Any], recomputes: bool = False) -> Pass:
+        """Begin another pass, whose turn comes after that of the calling one."""
+        other = Pass(name, function, recomputes)
+        self._add(other, self._ring.index(self.running) + 1)
+        self._start(other)
+        return other
 
-    def _give_turn(self, other: int) -> None:
-        if self.side != other:  # equal if Ctrl-C came after the turn was given
-            self._saved[self.side] = self._save()
-            self._restore(other)
-            self.side = other
-        if self._gates[other].locked():
-            self._gates[other].release()
+    def join(self, other: Pass) -> Any:
+        """Wait until a forked pass has ended; returns its result.
 
-    def _wait_for_turn(self, side: int) -> None:
+        What it wrote to states, the calling pass has from now on.
+        """
+        me = self.running
+        me.awaits = other
         try:
-            self._gates[side].acquire()
+            while not other.ended:
+                self._check()
+                self._give_turn(self._next())
+                self._wait_for_turn(me)
+        finally:
+            me.awaits = None
+        self._check()
+        self._release(other)
+        self._keep_changes(other, random=False)
+        return other.result
+
+    def _add(self, new: Pass, at: int) -> None:
+        new.began_with = new.saved = self._save()
+        self._ring.insert(at, new)
+        self.passes.append(new)
+
+    def _start(self, new: Pass) -> None:
+        new.worker = _idle.pop() if _idle else ThreadPoolExecutor(1, "commfuse-pass")
+        new.future = new.worker.submit(self._run, new, ThreadContext(self._device))
+
+    def _release(self, ended: Pass) -> None:
+        """Wait for the thread of a pass, and make it idle."""
+        if ended.future is not None and ended.worker is not None:
+            ended.future.result()
+            _idle.append(ended.worker)
+            ended.worker = None
+
+    def _run(self, me: Pass, context: ThreadContext | None) -> None:
+        me.thread = threading.get_ident()
+        try:
+            self._wait_for_turn(me)
+            with ExitStack() as stack:
+                if context is not None:
+                    context.enter(stack)
+                # Last: inference_mode(False) would enable it.
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+                me.result = me.function()
         except BaseException as error:
-            # Ctrl-C, in the main thread.  If the other side runs, let it end first, so that the
-            # cleanup of this side does not run at the same time.  Check the turn, not the lock:
-            # Ctrl-C may come just after it was acquired.
-            self.error = self.error or error
-            if self.side != side:
-                self._gates[side].acquire()
-            raise
+            if self.error is None:
+                self.error, self._failed = error, me.name
+        del me.function
+        self._end(me)
+
+    def _end(self, me: Pass) -> None:
+        me.ended = True
+        following = self._next()
+        self._ring.remove(me)
+        me.thread = None
+        if following is me:
+            me.saved = self._save()
+        else:
+            self._give_turn(following)
+
+    def _next(self) -> Pass:
+        can_run = [not one.ended and (one.awaits is None or one.awaits.ended) for one in self._ring]
+        return self._ring[next_pass(can_run, self._ring.index(self.running))]
+
+    def _give_turn(self, other: Pass) -> None:
+        try:
+            self.running.saved = self._save()
+            self._restore(other.saved)
+            # Casts of autocast belong to the process; another pass may need other ones.
+            torch.clear_autocast_cache()
+        except BaseException as error:
+            if self.error is None:
+                self.error, self._failed = error, self.running.name
+        self.running = other
+        other.gate.release()
+
+    def _wait_for_turn(self, me: Pass) -> None:
+        me.gate.acquire()
         self._check()
 
     def _check(self) -> None:
+        if self._interrupted and self.error is None:
+            raise KeyboardInterrupt
         if self.error is not None:
-            raise OtherSideError(
-                f"the {NAMES[self.side]} was ended because the {NAMES[1 - self.side]} beside it "
-                f"failed: {self.error!r}"
+            raise OtherPassError(
+                f"the {self.running.name} was ended because the {self._failed} beside it failed: "
+                f"{self.error!r}"
             ) from self.error
 
-    def _save(self) -> list[Any]:
+    @contextmanager
+    def _deferred_interrupts(self) -> Iterator[None]:
+        """Ctrl-C takes effect where a pass hands over or ends; a second one at once."""
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            if self._interrupted:
+                signal.default_int_handler(number, frame)
+            self._interrupted = True
+
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        ):
+            yield
+            return
+        signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _save(self) -> list[dict[str, Any]]:
         return [state.save() for state in self._states]
 
-    def _restore(self, side: int) -> None:
-        for state, saved in zip(self._states, self._saved[side], strict=True):
+    def _restore(self, values: list[dict[str, Any]]) -> None:
+        for state, saved in zip(self._states, values, strict=True):
             state.restore(saved)
 
-
-class Recording(Turns):
-    """Measures one side that runs alone from its beginning to its end.
-
-    It waits for each transfer where it starts.  Times are from events on the current stream,
-    or the host clock on a CPU.  ``look``: see ``ForwardBackwardOverlap.record``.
-    """
-
-    def __init__(self, side: int, device: str, look: Callable[[int, int | None], object]) -> None:
-        super().__init__()
-        self.side = side
-        self._device = None if device == "cpu" else torch.get_device_module(device)
-        self._measured: list[tuple[Any, Any, Any, int | None, bool]] = []
-        self._under_way: list[Any] = []
-        self._look = look
-        look(side, 0)
-        self._resumed = self._now()
-
-    def reach_point(self, by_default: bool, began: Any = None, waits_for: Any = None) -> None:
-        reached, waits = self._now(), None
-        if began is not None:
-            self._under_way.append(began)
-            began.wait()
-        if waits_for in self._under_way:
-            waits = self._under_way.index(waits_for)
-            del self._under_way[waits]
-        arrived = reached if began is None else self._now()
-        self._measured.append((self._resumed, reached, arrived, waits, by_default))
-        self._look(self.side, len(self._measured))
-        self._resumed = self._now()
-
-    def points(self) -> list[HandOverPoint]:
-        """The points that were passed, and the end of the side, which is now."""
-        end = self._now()
-        if self._device is not None:
-            self._device.synchronize()  # not the event's wait, which is a hand-over point
-        self._look(self.side, None)
-        return [
-            HandOverPoint(
-                self._seconds(resumed, reached), self._seconds(reached, arrived), waits, default
-            )
-            for resumed, reached, arrived, waits, default in [
-                *self._measured,
-                (self._resumed, end, end, None, False),
-            ]
-        ]
-
-    def _now(self) -> Any:
-        if self._device is None:
-            return time.perf_counter()
-        event = self._device.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, start: Any, end: Any) -> float:
-        if start is end:
-            return 0.0
-        return end - start if self._device is None else float(start.elapsed_time(end)) / 1e3
+    def _keep_changes(self, other: Pass, random: bool) -> None:
+        """Set what an ended pass has written."""
+        for state, before, after in zip(self._states, other.began_with, other.saved, strict=True):
+            changed = {
+                name: value
+                for name, value in after.items()
+                if name not in before or not state.same(before[name], value)
+            }
+            if changed and isinstance(state, RandomState) and not random:
+                raise RuntimeError(
+                    f"the {other.name} drew random numbers of its own: they are not those of a run "
+                    "in order; run it by itself, or leave RandomState out of states"
+                )
+            state.restore(changed)

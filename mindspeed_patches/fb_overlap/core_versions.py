@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.plan.slots import slots
+
 _OWN_SCHEDULE = "it is a schedule of its own"
 _GRAPHS = "CUDA graphs cannot hold a forward and a backward at once"
 _ONE_AT_A_TIME = "it keeps track of one micro-batch at a time"
@@ -65,6 +67,10 @@ class Layout:
             self.pipeline = parallel_state.get_pipeline_model_parallel_group()
         else:
             self.tensor, self.context, self.pipeline = groups.tp, groups.cp, groups.pp
+        # All ranks of the stage; ``None`` if the caller has groups of its own without this one.
+        self.replicas: dist.ProcessGroup | None = getattr(groups, "tp_dp_cp", None)
+        if groups is None:
+            self.replicas = parallel_state.get_tensor_and_data_parallel_group(True)
         self.stages: int = self.pipeline.size()
         self.stage: int = self.pipeline.rank()
 
@@ -103,9 +109,9 @@ def exchange(step: dict[str, Any], config: Any, pipeline: dist.ProcessGroup) -> 
     return communicate.send_forward_backward_recv_forward_backward
 
 
-def obstacle(step: dict[str, Any], models: Sequence[torch.nn.Module], config: Any) -> str | None:
-    """Why this step cannot overlap, starting with the name of the setting; ``None`` if it can."""
-    from megatron.core.pipeline_parallel import p2p_communication
+def obstacle(models: Sequence[torch.nn.Module], config: Any) -> str | None:
+    """Why these models cannot overlap, starting with the name of the setting; ``None`` if they
+    can."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     for name, why in _EXCLUDED.items():
@@ -124,12 +130,44 @@ def obstacle(step: dict[str, Any], models: Sequence[torch.nn.Module], config: An
         for name in ("use_custom_fsdp", "use_megatron_fsdp"):
             if getattr(sharding, name, False):
                 return f"{name}: a backward frees parameters that the forward beside it uses"
+    return None
+
+
+def alone(step: dict[str, Any], layout: Layout, config: Any) -> str | None:
+    """Why no forward of this step can run beside a backward; ``None`` if it can."""
+    from megatron.core import utils
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    chunks = len(layout.models)
+    # A model of MindSpeed-LLM's fine-tuning has no type.
+    if getattr(utils.get_model_type(layout.models[0]), "name", None) == "encoder_and_decoder":
+        return "a model of encoder and decoder sends two tensors per stage"
+    if step["num_microbatches"] * chunks < 2:
+        return "one micro-batch has no partner"
+    if chunks > 1 and config.microbatch_group_size_per_vp_stage != layout.stages:
+        return (
+            f"--microbatch-group-size-per-virtual-pipeline-stage is "
+            f"{config.microbatch_group_size_per_vp_stage}; it has to be the {layout.stages} stages"
+        )
+    if chunks > 1 and config.variable_seq_lengths:
+        return "variable_seq_lengths: neighbors exchange shapes one way at a time"
     if step.get("adjust_tensor_shapes_fn") is not None:
         return "adjust_tensor_shapes_fn: forwards and backwards then exchange different shapes"
     communicator = step.get("p2p_communicator")
     if communicator is not None and type(communicator) is not p2p_communication.P2PCommunicator:
         return f"{type(communicator).__name__}: stages do not exchange one tensor"
+    try:
+        slots(*layout.shape(step["num_microbatches"]))
+    except ValueError as error:
+        return str(error)
     return None
+
+
+def recomputes_all(config: Any, layers: int) -> bool:
+    """Whether all of a stage's layers are recomputed, so that a micro-batch keeps only inputs."""
+    if getattr(config, "recompute_granularity", None) != "full":
+        return False
+    return config.recompute_method == "uniform" or config.recompute_num_layers >= layers
 
 
 def _of_transformer_engine(kind: type) -> bool:

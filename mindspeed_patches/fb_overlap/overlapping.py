@@ -1,53 +1,93 @@
-"""Replaces Megatron's schedule by the overlapped one, if a watched first step allows it."""
+"""Lets the passes of a Megatron training take turns, if its watched first step allows it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import logging
+import statistics
 import time
+import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from commfuse_npu.overlap import ForwardBackwardOverlap
-from commfuse_npu.overlap.pair import enabled_by_environment
+from commfuse_npu.overlap.forward_backward import enabled_by_environment
+from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.plan.slots import (
     in_flight_without,
     most_in_flight,
     paired_microbatches,
     slots,
 )
+from commfuse_npu.runtime.collectives import device_backend
 from commfuse_npu.runtime.order_log import shared_order_log
-from mindspeed_patches.fb_overlap.core_versions import Layout, obstacle
+from mindspeed_patches.fb_overlap.core_versions import Layout, alone, obstacle, recomputes_all
+from mindspeed_patches.fb_overlap.pass_states import Census, pass_states, separate_scratch
 from mindspeed_patches.fb_overlap.recomputation import Recomputation
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
-from mindspeed_patches.fb_overlap.side_states import Census, separate_scratch, side_states
 from mindspeed_patches.patching import PatchManager, around
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_WAITS_OF_EXPERTS = (
+    "megatron.core.transformer.moe.",
+    "mindspeed.core.transformer.moe.",
+    "mindspeed_llm.core.transformer.moe.",
+)
+"""Modules in which the host waits for the token counts of experts, on all ranks."""
+_WARM_UP, _EACH_WAY = 1, 3
+"""Overlapped steps before steps are timed, and timed steps with and without overlap, in turns."""
 _logger = logging.getLogger(__name__)
 
 
+@dataclass
+class _Training:
+    """What was decided for a model.
+
+    Attributes:
+        overlap: runs the passes; ``None``: Megatron's order.
+        census: watches the first step, then ``None``.
+        watched: numbers of watched passes, by kind.
+        points: names of the points of the first pass of each kind.
+        alone: why no forward runs beside a backward, as the census found.
+        steps: seconds of the steps that were timed.
+    """
+
+    overlap: ForwardBackwardOverlap | None
+    census: Census | None = None
+    watched: dict[str, int] = field(default_factory=dict)
+    points: dict[str, list[str]] = field(default_factory=dict)
+    alone: str | None = None
+    steps: list[float] = field(default_factory=list)
+
+
 class Overlapping:
-    """Replaces the training schedule of Megatron core 0.12 to 0.16.  Without MindSpeed::
+    """Overlaps the transfers of a training with Megatron core 0.12 to 0.16.  Without MindSpeed::
 
         Overlapping().start()  # on all ranks, before the first step
 
-    The first step runs in Megatron's order while the census watches it; all ranks then decide
-    together whether later steps overlap.  On a device one more step in Megatron's order and two
-    overlapped steps are timed, and the faster way is kept: where the host is the bottleneck,
-    overlap gains nothing.
+    Where a micro-batch has a partner, its forward runs beside the backward of another one, in a
+    schedule of its own.  In any schedule, recomputations run ahead of gradients.
+
+    The first step runs in Megatron's order while a census watches it; all ranks then decide
+    together whether later steps overlap.  On a device, steps are timed each way and the faster one
+    is kept: where the host is the bottleneck, overlap gains nothing.
 
     Args:
-        plain_pipelines: also overlap in a pipeline of ``p`` stages without virtual stages.  Its
-            first stage then holds the activations of up to ``2 p - 1`` micro-batches, not ``p``.
+        plain_pipelines: also run forwards beside backwards in a pipeline of ``p`` stages without
+            virtual stages.  Its first stage then holds the activations of up to ``2 p - 1``
+            micro-batches, not ``p``.  Where all layers are recomputed these are only inputs, and
+            it is done anyway.
         order_log: a folder in which to record the order of collectives.
 
     Attributes:
-        overlap: runs the pairs; ``None`` before the second step, and if the overlap was refused.
+        recomputation: what recomputations leave out, and run ahead.
         clock: returns seconds after synchronizing the device; ``None`` on a CPU, where ranks share
             cores and times are not meaningful.
     """
@@ -55,15 +95,20 @@ class Overlapping:
     def __init__(self, *, plain_pipelines: bool = False, order_log: str | None = None) -> None:
         self._plain_pipelines, self._order_log = plain_pipelines, order_log
         self._patches = PatchManager()
-        self.overlap: ForwardBackwardOverlap | None = None
         self.clock: Callable[[], float] | None = None
         self.recomputation = Recomputation()
-        self._decided = False
-        self._tried: list[float] = []
+        self._trainings: WeakKeyDictionary[torch.nn.Module, _Training] = WeakKeyDictionary()
+        self._now: _Training | None = None
         self._said: set[str] = set()
 
+    @property
+    def overlap(self) -> ForwardBackwardOverlap | None:
+        """Runs the passes of the first model; ``None`` before its second step, and if refused."""
+        first = next(iter(self._trainings.values()), None)
+        return None if first is None or first.census is not None else first.overlap
+
     def start(self) -> None:
-        """Wrap ``get_forward_backward_func``, also in modules that already imported it."""
+        """Wrap the schedules, also in modules that already imported them."""
         self.register(self._patches)
         self._patches.apply_patches()
 
@@ -73,10 +118,12 @@ class Overlapping:
 
     def register(self, patch_manager: Any) -> None:
         """Like :meth:`start`, but through MindSpeed's patch manager."""
-        path = f"{_SCHEDULES}.get_forward_backward_func"
-        patch_manager.register_patch(path, self.get_forward_backward_func_wrapper)
-        if enabled_by_environment():
-            self.recomputation.register(patch_manager)
+        if not enabled_by_environment():
+            return
+        for name in ("get_forward_backward_func", "forward_step", "backward_step"):
+            wrapper = getattr(self, f"{name}_wrapper")
+            patch_manager.register_patch(f"{_SCHEDULES}.{name}", wrapper)
+        self.recomputation.register(patch_manager)
 
     @around
     def get_forward_backward_func_wrapper(
@@ -86,135 +133,253 @@ class Overlapping:
         plain = get(*args, **kwargs)
         return functools.wraps(plain)(lambda **step: self._run(plain, step))
 
+    @around
+    def forward_step_wrapper(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Watch the first forwards."""
+        training = self._now
+        if training is None or training.census is None or active_turns() is not None:
+            return forward(*args, **kwargs)
+        return self._watched_pass(training, "forward", functools.partial(forward, *args, **kwargs))
+
+    @around
+    def backward_step_wrapper(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a backward by itself as a pass, in any schedule."""
+        training = self._now
+        if training is None or active_turns() is not None:
+            return backward(*args, **kwargs)
+        function = functools.partial(backward, *args, **kwargs)
+        if training.census is not None:
+            return self._watched_pass(training, "backward", function)
+        assert training.overlap is not None
+        return training.overlap.run_together(backward=function)[0]
+
     def _run(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
+        layout = Layout(step)
         if step.get("forward_only"):
             return plain(**step)
-        losses = self._train(plain, step)
+        reason = obstacle(layout.models, _config(layout))
+        if reason is not None:
+            self._say(f"off: {reason}")
+            return plain(**step)
+        training = self._trainings.get(layout.models[0])
+        if training is None:
+            return self._first_step(plain, step, layout)
+        if training.overlap is None:
+            return plain(**step)
+        losses = self._timed(plain, step, layout, training)
         if (left_out := self.recomputation.describe()) is not None:
             self._say(left_out)
         return losses
 
-    def _train(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
-        reason = self._obstacle(plain, step)
-        if reason is not None:
-            self._say(f"off: {reason}")
-            return plain(**step)
-        if not self._decided:
-            return self._watched(plain, step)
-        overlap, clock = self.overlap, self.clock
-        if overlap is None:
-            return plain(**step)
-        if clock is None or len(self._tried) == 3:
-            return _overlapped(overlap, step)
+    def _timed(
+        self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout, training: _Training
+    ) -> Any:
+        """Run a step, and time it until it is decided which way is faster."""
+        number, clock = len(training.steps), self.clock
+        if clock is None or number == _WARM_UP + 2 * _EACH_WAY:
+            return self._overlapped(plain, step, layout, training)
         start = clock()
-        losses = _overlapped(overlap, step) if self._tried else plain(**step)
-        self._tried.append(clock() - start)
-        if len(self._tried) == 3:
-            self._keep_the_faster(overlap)
+        if number >= _WARM_UP and (number - _WARM_UP) % 2 == 0:
+            losses = plain(**step)
+        else:
+            losses = self._overlapped(plain, step, layout, training)
+        training.steps.append(clock() - start)
+        if len(training.steps) == _WARM_UP + 2 * _EACH_WAY:
+            self._keep_the_faster(training)
         return losses
 
-    def _obstacle(self, plain: Callable[..., Any], step: dict[str, Any]) -> str | None:
-        """Why this step cannot be overlapped; ``None`` if it can."""
-        from megatron.core import utils
+    def _overlapped(
+        self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout, training: _Training
+    ) -> Any:
+        overlap = training.overlap
+        assert overlap is not None
+        reason = training.alone or self._alone(plain, step, layout)
+        self._now = training
+        try:
+            if reason is None:
+                losses = OverlappedSchedule(overlap, **step).run()
+            else:
+                self._say(f"no forward runs beside a backward: {reason}")
+                losses = plain(**step)
+        finally:
+            self._now = None
+        overlap.check()
+        return losses
 
+    def _alone(self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout) -> str | None:
+        """Why no forward of this step can run beside a backward; ``None`` if it can."""
         if inspect.unwrap(plain).__module__ != _SCHEDULES:
             return f"the schedule is {plain.__module__}.{plain.__qualname__}, not Megatron's own"
-        layout = Layout(step)
-        models, stages = layout.models, layout.stages
-        config = utils.get_model_config(models[0])
-        reason = obstacle(step, models, config)
+        config = _config(layout)
+        reason = alone(step, layout, config)
         if reason is not None:
             return reason
-        # A model of MindSpeed-LLM's fine-tuning has no type.
-        if getattr(utils.get_model_type(models[0]), "name", None) == "encoder_and_decoder":
-            return "a model of encoder and decoder sends two tensors per stage"
-        if step["num_microbatches"] * len(models) < 2:
-            return "one micro-batch has no partner"
-        if len(models) > 1 and config.microbatch_group_size_per_vp_stage != stages:
-            return (
-                f"--microbatch-group-size-per-virtual-pipeline-stage is "
-                f"{config.microbatch_group_size_per_vp_stage}; it has to be the {stages} stages"
-            )
-        if len(models) == 1 < stages and not self._plain_pipelines:
-            return f"{plain_pipeline_memory(stages)}; plain_pipelines=True allows that"
-        try:
-            slots(*layout.shape(step["num_microbatches"]))
-        except ValueError as error:
-            return str(error)
+        if len(layout.models) == 1 < layout.stages and not self._plain_pipelines:
+            layers = -(-config.num_layers // layout.stages)
+            if not recomputes_all(config, layers):
+                return f"{plain_pipeline_memory(layout.stages)}; plain_pipelines=True allows that"
         return None
 
-    def _keep_the_faster(self, overlap: ForwardBackwardOverlap) -> None:
-        """Decide on all ranks by the times of a step in Megatron's order and the second of two."""
-        slowest = torch.tensor(self._tried, device=overlap.device)
+    def _keep_the_faster(self, training: _Training) -> None:
+        """Decide on all ranks by the medians of timed steps."""
+        assert training.overlap is not None
+        timed = training.steps[_WARM_UP:]
+        medians = [statistics.median(timed[::2]), statistics.median(timed[1::2])]
+        slowest = torch.tensor(medians, device=training.overlap.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        in_order, _, overlapped = (1e3 * seconds for seconds in slowest.tolist())
-        compared = f"a step took {overlapped:.1f} ms, {in_order:.1f} ms in Megatron's order"
+        in_order, overlapped = (1e3 * seconds for seconds in slowest.tolist())
+        compared = f"a step takes {overlapped:.1f} ms, {in_order:.1f} ms in Megatron's order"
         if overlapped >= in_order:
-            self.overlap = None
+            training.overlap = None
             compared = f"off: {compared}; the host, not the transfers, is probably the limit"
         self._say(compared)
 
-    def _watched(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
-        """Run the first step under the census, and decide whether later steps overlap."""
-        self._decided = True
-        layout = Layout(step)
+    # ---------------------------------------------- the first step
+
+    def _first_step(
+        self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout
+    ) -> list[Any]:
+        """Run a model's first step in Megatron's order under the census, and decide."""
         groups = layout.hidden()
         if not groups:
+            self._trainings[layout.models[0]] = _Training(None)
             self._say("off: no tensor, expert or context parallelism, so nothing to hide")
             return plain(**step)
         log = None
         if self._order_log is not None:
             log = shared_order_log(self._order_log, dist.get_rank(), dist.get_world_size())
-        overlap = ForwardBackwardOverlap(groups, order_log=log)
-        census = Census(overlap, layout.models)
-        losses = OverlappedSchedule(census, **step).run()
-        count = torch.tensor([len(census.unknown)], device=overlap.device)
-        dist.all_reduce(count, dist.ReduceOp.MAX)
-        if census.unknown:
-            _logger.warning(
-                "CommFuse: forward and backward both write %s", ", ".join(census.unknown)
-            )
-        if int(count.item()):
-            self._say(
-                "off: forward and backward both write state that is not known to belong to a "
-                "micro-batch (the ranks that found it name it); the training goes on without it"
-            )
-            return losses
-        separate_scratch()
-        overlap.states = side_states(layout.models, overlap.device)
-        overlap.choose_orders()
-        self.overlap = overlap
-        if overlap.device != "cpu":
-            self.clock = _synchronised_clock(overlap.device)
-        shape = layout.shape(step["num_microbatches"])
-        plan = slots(*shape)
-        paired, total = paired_microbatches(plan)
-        self._say(
-            f"{paired} of {total} forwards of stage {layout.stage} run beside a backward; it holds "
-            f"the activations of at most {most_in_flight(plan)} forwards, instead of "
-            f"{in_flight_without(*shape)}"
+        overlap = ForwardBackwardOverlap(
+            groups, waits_in=_WAITS_OF_EXPERTS, replicas=layout.replicas, order_log=log
         )
+        separate_scratch()
+        overlap.states = pass_states(layout.models, overlap.device)
+        census = Census(layout.models, [step["forward_step_func"]])
+        training = _Training(overlap, census)
+        self._trainings[layout.models[0]] = self._now = training
+        self.recomputation.ahead.enabled = False
+        self.recomputation.at_boundary = functools.partial(self._look, training)
+        try:
+            losses: list[Any] = plain(**step)
+        finally:
+            self._now = None
+            self.recomputation.at_boundary = lambda: None
+        self._decide(training, plain, step, layout)
         return losses
+
+    def _watched_pass(self, training: _Training, kind: str, function: Callable[[], Any]) -> Any:
+        overlap, census = training.overlap, training.census
+        assert overlap is not None
+        assert census is not None
+        number = training.watched.get(kind, 0)
+        training.watched[kind] = number + 1
+        if number >= 2 * len(census.models):
+            return function()
+        names: list[str] = training.points.setdefault(kind, []) if number == 0 else []
+
+        def at_point(name: str) -> None:
+            names.append(name)
+            self._look(training)
+
+        census.begin()
+        overlap.at_point = at_point
+        try:
+            result = overlap.run_together(**{kind: function})[0]
+        finally:
+            overlap.at_point = None
+        census.look(kind, force=True)
+        return result
+
+    def _look(self, training: _Training) -> None:
+        turns = active_turns()
+        if turns is not None and training.census is not None:
+            kind = "recomputation" if self.recomputation.recomputing else turns.running.name
+            training.census.look(kind)
+
+    def _decide(
+        self, training: _Training, plain: Callable[..., Any], step: dict[str, Any], layout: Layout
+    ) -> None:
+        """Decide on all ranks whether later steps overlap."""
+        overlap, census = training.overlap, training.census
+        assert overlap is not None
+        assert census is not None
+        training.census = None
+        both = census.written_by_both(["forward"], ["backward", "recomputation"])
+        beside_gradients = census.written_by_both(["recomputation"], ["backward"])
+        if both:
+            _logger.warning("CommFuse: forward and backward both write %s", ", ".join(both))
+        if beside_gradients:
+            _logger.warning(
+                "CommFuse: recomputations, which do not run ahead, and gradients both write %s",
+                ", ".join(beside_gradients),
+            )
+        found = torch.tensor([len(both), len(beside_gradients)], device=overlap.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        not_beside, not_ahead = found.tolist()
+        if not_beside:
+            training.alone = (
+                "forward and backward both write state that is not known to belong to a "
+                "micro-batch (the ranks that found it name it)"
+            )
+        self.recomputation.ahead.enabled = not not_ahead
+        overlap.states += census.states()
+        differ = _different_points(training.points, layout.replicas)
+        if differ is not None:
+            training.overlap = None
+            self._say(f"off: {differ}")
+            return
+        if overlap.device != "cpu":
+            self.clock = self.clock or _synchronised_clock(overlap.device)
+        if training.alone is None and self._alone(plain, step, layout) is None:
+            shape = layout.shape(step["num_microbatches"])
+            plan = slots(*shape)
+            paired, total = paired_microbatches(plan)
+            self._say(
+                f"{paired} of {total} forwards of stage {layout.stage} run beside a backward; it "
+                f"holds the activations of at most {most_in_flight(plan)} forwards, instead of "
+                f"{in_flight_without(*shape)}"
+            )
 
     def _say(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
             if dist.get_rank() == 0:
-                print(f"CommFuse: forward-backward overlap: {line}", flush=True)
+                print(f"CommFuse: overlap: {line}", flush=True)
 
 
 def plain_pipeline_memory(stages: int) -> str:
-    """The cost of overlap in a pipeline without virtual stages."""
+    """The cost of forwards beside backwards in a pipeline without virtual stages."""
     return (
         f"a pipeline of {stages} stages without virtual stages holds the activations of up to "
         f"{2 * stages - 1} micro-batches on the first stage, instead of {stages}"
     )
 
 
-def _overlapped(overlap: ForwardBackwardOverlap, step: dict[str, Any]) -> Any:
-    losses = OverlappedSchedule(overlap, **step).run()
-    overlap.check()
-    return losses
+def _config(layout: Layout) -> Any:
+    from megatron.core import utils
+
+    return utils.get_model_config(layout.models[0])
+
+
+def _different_points(points: dict[str, list[str]], group: dist.ProcessGroup | None) -> str | None:
+    """The first point of a pass at which ranks of the group differ, if any."""
+    if group is None:
+        return None
+    checksum = zlib.crc32(repr(sorted(points.items())).encode())
+    device, _ = device_backend(group)
+    checksums = torch.tensor([checksum, -checksum], device=device)
+    dist.all_reduce(checksums, dist.ReduceOp.MAX, group=group)
+    if not int(checksums.sum()):
+        return None
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, points, group)
+    for kind in ("forward", "backward"):
+        first = gathered[0].get(kind, [])
+        for other in gathered[1:]:
+            theirs = other.get(kind, [])
+            for number, (one, two) in enumerate(zip_longest(first, theirs, fillvalue="its end")):
+                if one != two:
+                    return f"point {number} of the {kind} is {one} on one rank, {two} on another"
+    return None
 
 
 def _synchronised_clock(device: str) -> Callable[[], float]:

@@ -9,6 +9,9 @@ The first recomputation of each checkpoint runs in full and is watched.  If noth
 of its last row-parallel layer, on any rank of the tensor-parallel group, later ones leave out that
 GEMM and its reduce-scatter or all-reduce.  A norm or a product after fc2 (sandwich norms) is a
 reader; then nothing changes.  Experts, whose number of calls may depend on the data, are computed.
+
+Later recomputations of a checkpoint run ahead (:mod:`commfuse_npu.overlap.recompute`), except for
+distributed saved activations, whose inputs are not there.
 """
 
 from __future__ import annotations
@@ -17,15 +20,19 @@ import functools
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.overlap import PassState
+from commfuse_npu.overlap.recompute import RecomputeAhead
 from commfuse_npu.overlap.transfers import hook_collectives
 from commfuse_npu.overlap.unread import Readers
 from commfuse_npu.runtime.undefined_results import undefined_results
+from mindspeed_patches.fb_overlap.pass_states import random_states
 from mindspeed_patches.patching import around
 
 
@@ -64,11 +71,16 @@ class Recomputation:
     Attributes:
         calls: by checkpoint, of those that were recomputed at least once.
         left_out: number of row-parallel layers whose result was left out.
+        ahead: runs recomputations beside the gradients of the checkpoint after them.
+        at_boundary: called before and at the end of each recomputation.
     """
 
     def __init__(self) -> None:
         self.calls: dict[Hashable, Calls] = {}
         self.left_out = 0
+        self.ahead = RecomputeAhead(self._random_states)
+        self.at_boundary: Callable[[], object] = lambda: None
+        self._device = "cpu"
         # A recomputation runs in one thread: the caller's, or a device's autograd thread.
         self._this_thread = threading.local()
 
@@ -94,11 +106,27 @@ class Recomputation:
 
         @functools.wraps(function)
         def run(*inputs: Any) -> Any:
-            if torch.is_grad_enabled():
-                return self._recompute(checkpoint, function, inputs)
-            return function(*inputs)
+            if not torch.is_grad_enabled():
+                return function(*inputs)
+            self.at_boundary()
+            outputs = self._recompute(checkpoint, function, inputs)
+            self.at_boundary()
+            return outputs
 
-        return forward(context, run, distribute, *args)
+        if distribute:  # the kept inputs are divided among the ranks of the group
+            return forward(context, run, distribute, *args)
+        tensors = (value for value in args if torch.is_tensor(value))
+        self._device = next(tensors).device.type
+        known = partial(self.calls.__contains__, checkpoint)
+        return self.ahead.forward(forward, context, run, distribute, *args, known=known)
+
+    def _random_states(self) -> list[PassState]:
+        return random_states(self._device)
+
+    @property
+    def recomputing(self) -> bool:
+        """Whether a recomputation runs in this thread."""
+        return self._current is not None
 
     def _recompute(
         self, checkpoint: Hashable, function: Callable[..., Any], inputs: tuple[Any, ...]
@@ -111,7 +139,7 @@ class Recomputation:
                 raise RuntimeError(
                     f"a recomputation called {run.called} row-parallel layers, the first one of "
                     f"the same checkpoint {known.total}, of which nothing read the last result; "
-                    "recompute the same layers in each step, or set COMMFUSE_FB_OVERLAP=0"
+                    "recompute the same layers in each step, or set COMMFUSE_OVERLAP=0"
                 )
             return outputs
         with Readers() as readers:

@@ -22,15 +22,15 @@ class OverlappedSchedule:
     """One training step with the interface of Megatron's ``forward_backward_func``.
 
     Args:
-        pairs: runs a forward and a backward together, by a method ``run`` as that of
+        overlap: runs a forward and a backward together, by a method ``run`` as that of
             :class:`~commfuse_npu.overlap.ForwardBackwardOverlap`.
     """
 
-    def __init__(self, pairs: Any, **step: Any) -> None:
+    def __init__(self, overlap: Any, **step: Any) -> None:
         from megatron.core import parallel_state, utils
         from megatron.core.pipeline_parallel import schedules
 
-        self._pairs, self._parallel, self._schedules = pairs, parallel_state, schedules
+        self._overlap, self._parallel, self._schedules = overlap, parallel_state, schedules
         self._step, self._layout = step, Layout(step)
         self._models, self._iterators = self._layout.models, _list(step["data_iterator"])
         self._config = utils.get_model_config(self._models[0])
@@ -94,10 +94,9 @@ class OverlappedSchedule:
         """Run a slot; return the output of its forward and the input gradient of its backward."""
         result, gradient = None, None
         if slot.forward and slot.backward:
-            result, gradient = self._pairs.run(
+            result, gradient = self._overlap.run(
                 partial(self._forward, slot.forward, received),
                 partial(self._backward, slot.backward, received_gradient),
-                (slot.forward.chunk, slot.backward.chunk),
             )
         elif slot.forward:
             result = self._forward(slot.forward, received)

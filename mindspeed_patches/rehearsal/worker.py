@@ -130,7 +130,7 @@ class Observer(TrainedState):
         if fusing is not None:
             self.record.calls = [(*key, count) for key, count in fusing.calls.items()]
         if overlapping is not None and overlapping.overlap is not None:
-            self.record.pairs = overlapping.overlap.pairs
+            self.record.pairs = overlapping.overlap.runs
 
 
 def main(folder: str, way: str, *command: str) -> None:

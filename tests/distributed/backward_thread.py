@@ -2,7 +2,8 @@
 
 :func:`install` replaces the two functions through which every backward enters the engine
 (``Tensor.backward`` and reentrant checkpointing call the first).  The caller waits for the thread
-and gets its exceptions.  A nested backward stays in that thread.
+and gets its exceptions.  A nested backward stays in that thread, and so does one where autograd's
+multithreading is disabled, which runs in the caller's thread on devices, too.
 """
 
 import threading
@@ -22,7 +23,7 @@ def install() -> None:
     def apart(call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def in_thread(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
+            if threading.get_ident() == thread or not torch._C._is_multithreading_enabled():
                 return call(*args, **kwargs)
             return pool.submit(call, *args, **kwargs).result()
 

@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from commfuse_npu.overlap import ForwardBackwardOverlap, transfers, turns
 from commfuse_npu.overlap.transfers import active_turns
-from commfuse_npu.overlap.turns import BACKWARD, FORWARD
 from tests.distributed.ranks import on_ranks
-from tests.overlap.test_pair import world
+from tests.overlap.test_forward_backward import world
 
 
 @on_ranks(2)
@@ -37,7 +36,7 @@ def test_ctrl_c_in_a_wait_for_the_turn_ends_both_sides(rank: int) -> None:
         while Path(f"/proc/self/task/{os.getpid()}/stat").read_text().split()[2] != "S":
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
-        while active_turns().error is None:
+        while not active_turns()._interrupted:
             time.sleep(0.01)
         transfer("backward")
 
@@ -47,32 +46,38 @@ def test_ctrl_c_in_a_wait_for_the_turn_ends_both_sides(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_ctrl_c_at_any_instruction_ends_both_sides(rank: int) -> None:
-    """KeyboardInterrupt in the main thread before any bytecode instruction of run() or turns."""
+def test_ctrl_c_at_any_instruction_ends_all_passes(rank: int) -> None:
+    """SIGINT before any bytecode instruction of a run in the main thread, with three passes."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     overlap, left = ForwardBackwardOverlap([world()]), 0
-    running, begun = list[int](), list[int]()
+    running, begun = list[str](), list[str]()
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
         code = frame.f_code
-        if code.co_filename != turns.__file__ and code.co_name != "run":
+        if code.co_filename not in (turns.__file__, transfers.__file__):
             return None
         frame.f_trace_opcodes = True
         left -= event == "opcode"
         if event == "opcode" and left == 0:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
         return trace
 
-    def side(me: int, count: int) -> None:
+    def side(me: str, count: int) -> None:
         begun.append(me)
         try:
             for _ in range(count):
                 running.append(me)
-                assert running == [me], "both sides run"
+                assert running == [me], "two passes run"
                 running.remove(me)
                 active_turns().hand_over()
         finally:
             begun.remove(me)
+
+    def backward() -> None:
+        fork = active_turns().fork("recomputation", lambda: side("fork", 2))
+        side("backward", 2)
+        active_turns().join(fork)
 
     for at in itertools.count(1):
         left = at
@@ -80,14 +85,13 @@ def test_ctrl_c_at_any_instruction_ends_both_sides(rank: int) -> None:
         sys._getframe().f_trace_opcodes = True
         sys.settrace(trace)
         try:
-            overlap.run(lambda: side(FORWARD, 2), lambda: side(BACKWARD, 3))
+            overlap.run(lambda: side("forward", 1), backward)
         except KeyboardInterrupt:
-            assert left == 0
+            assert left <= 0
         finally:
             sys.settrace(None)
-        assert begun == [], "a side is still running"
-        transfers._turns = None  # still set if interrupted after both sides have ended
-        assert overlap.run(lambda: 1, lambda: 2) == (1, 2)
+        assert begun == [], "a pass is still running"
+        assert overlap.run(lambda: active_turns().hand_over(), lambda: 2) == (None, 2)
         running.clear()
         if left > 0:
             break

@@ -65,9 +65,11 @@ def test_overlap_wraps_schedules_and_checkpoints_unless_refused() -> None:
     assert feature.is_need_apply(args)
     feature.register_patches(manager, args)
     pipeline = {"commfuse_fb_overlap": True, "pipeline_model_parallel_size": 4}
+    schedules = "megatron.core.pipeline_parallel.schedules"
     wrapped = {path.rpartition("tensor_parallel.")[2] for path in manager._wrappers}
     assert wrapped == {
-        "megatron.core.pipeline_parallel.schedules.get_forward_backward_func",
+        *(f"{schedules}.{name}" for name in ("forward_step", "backward_step")),
+        f"{schedules}.get_forward_backward_func",
         "random.CheckpointFunction.forward",
         "layers.RowParallelLinear.forward",
     }

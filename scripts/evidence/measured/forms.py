@@ -74,18 +74,11 @@ class Form:
         self.of: dict[str, Any] = {"transport": transport, "options": options}
 
     def pair(self, forward: _Call, backward: _Call) -> tuple[Any, Any]:
-        """Run the forward of one micro-batch and the backward of another; return both results.
-
-        The first pair of an overlap is recorded, later ones run in the order chosen by that.
-        """
+        """Run the forward of one micro-batch and the backward of another; return both results."""
         if self._overlap is None:
             result = backward()
             return forward(), result
-        if self._overlap.orders:
-            return self._overlap.run(forward, backward)
-        results = self._overlap.record(forward, backward)
-        self._overlap.choose_orders()
-        return results
+        return self._overlap.run(forward, backward)
 
 
 class _Attention(torch.autograd.Function):

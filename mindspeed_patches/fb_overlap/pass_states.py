@@ -1,0 +1,307 @@
+"""State of Megatron, MindSpeed and MindSpeed-LLM outside the autograd graph: each pass has its own.
+
+A forward sets this state for its micro-batch, and a recomputation sets it for another.  The names
+that are always swapped were found in rehearsed launches, by the census.
+
+**The census** watches the first passes of a training, which run in Megatron's order.  At their
+points, globals, class attributes, attributes of objects and the contents of lists and dictionaries
+are compared with their previous values.
+
+- What one kind of pass alone writes is swapped, too: another one may read it.
+- What a forward and a backward both write may be a sum over micro-batches, which swapping would
+  lose.  Unless it is known to belong to a micro-batch, no forward runs beside a backward.
+- Likewise for a recomputation and the gradients beside it.
+
+What one pass reads and another has yet to write, no census finds; ``--commfuse-overlap-check``
+does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from commfuse_npu.overlap import Attributes, PassState, RandomState
+from commfuse_npu.overlap.transfers import active_turns
+
+_EXPERTS = "mindspeed.core.transformer.moe"
+_OVERLAPPED = f"{_EXPERTS}.moe_feature.overlap"
+
+GLOBALS = {
+    "megatron.core.parallel_state": ("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",),
+    "megatron.core.tensor_parallel.random": ("IS_CHECKPOINTING",),
+    "megatron.core.utils": ("_nvtx_range_messages",),
+    "mindspeed.utils": ("_ACTUAL_SEQ_LEN", "_POSITION_IDS", "_KV_INDEX", "_Q_INDEX"),
+    "mindspeed.core.context_parallel.get_batch_utils": ("_ACTUAL_SEQ_LEN", "_POSITION_IDS"),
+    "mindspeed_llm.training.utils": (
+        *("_ACTUAL_SEQ_LEN_LIST", "_MTP_POSITION_ID", "_MTP_BATCH_LIST"),
+    ),
+    # All modules of a folder share one list.
+    **dict.fromkeys(
+        (
+            *(f"{_EXPERTS}.moe_utils", f"{_EXPERTS}.moe_layer_overlap_all2all"),
+            *(f"{_OVERLAPPED}.moe_common", f"{_OVERLAPPED}.moe_layer_overlap_all2allseq"),
+            f"{_OVERLAPPED}.moe_layer_overlap_allgather",
+        ),
+        ("AG_SHARED_EXPERTS_INPUTS",),
+    ),
+}
+"""Module globals to swap, where a version has them: the virtual stage, the flag of a running
+checkpoint, open ranges of the profiler, lengths and positions of packed documents, and the gathers
+of shared experts."""
+
+_PACKAGES = ("megatron.", "mindspeed.", "mindspeed_llm.", "transformer_engine.")
+_NOT_OF_MODELS = {*sys.stdlib_module_names, "torch", "torch_npu", "numpy", "commfuse_npu"}
+_HARMLESS = (
+    "mindspeed_llm.training.utils._ACTUAL_ATTN_RATIO_LIST",
+    "mindspeed_llm.training.utils._ACTUAL_COUNT",
+)
+"""Names that forwards and backwards write but that do not affect results: statistics of
+``--log-throughput`` about the lengths of packed documents."""
+_LOOKS = 60
+"""The most comparisons per pass; the layers after them repeat the same code."""
+
+_TRACKED = "states_", "_current_state_name"
+"""Attributes of Megatron's random-state tracker: the states by name, which ``fork()`` swaps with
+the device's, and since core 0.16 the name of the current one."""
+
+
+def random_states(device: str) -> list[PassState]:
+    """The states that a checkpoint of Megatron restores, on ``cpu``, ``npu`` or ``cuda``."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    tracked = [name for name in _TRACKED if hasattr(tracker, name)]
+    return [RandomState(device), Attributes(tracker, *tracked)]
+
+
+def pass_states(models: Sequence[torch.nn.Module], device: str) -> list[PassState]:
+    """The state that is always swapped in a training of these model chunks."""
+    known = [Attributes(owner, *names) for owner, names in _swapped(models)]
+    return [*random_states(device), *known]
+
+
+def _swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]]:
+    """Objects and the names of their swapped attributes; an empty list stands for all attributes.
+
+    Some modules keep state of their last call: attention of MindSpeed-LLM keeps its mask, and a
+    module that recomputes a part keeps the checkpoint until it is hooked.  Expert dispatchers are
+    swapped completely: they hold shapes, counts and permutations of a micro-batch.
+    """
+    for name, names in GLOBALS.items():
+        owner = sys.modules.get(name)
+        present = [name for name in names if hasattr(owner, name)]
+        if present:
+            yield owner, present
+    for _, module in _named_modules(models):
+        for name, value in vars(module).items():
+            if name == "attention_mask" or type(value).__name__ == "CheckpointWithoutOutput":
+                yield module, [name]
+        dispatcher = vars(module).get("token_dispatcher")
+        if dispatcher is not None:
+            # Parts of DeepEP, and of --moe-alltoall-overlap-comm with alltoall_seq.
+            parts = (vars(dispatcher).get(name) for name in ("_comm_manager", "disaptor"))
+            yield from ((part, []) for part in (dispatcher, *parts) if part is not None)
+
+
+def _named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """All modules, with paths that are unique across model chunks."""
+    for chunk, model in enumerate(models):
+        for path, module in model.named_modules():
+            yield f"chunk {chunk}, {path}: {type(module).__name__}", module
+
+
+@functools.cache
+def separate_scratch() -> None:
+    """Give each pass its own copy of Megatron's shared gather buffers: rename all but the
+    forward's."""
+    buffer: Any = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer
+    get: Callable[..., Any] = buffer.get_tensor
+
+    @functools.wraps(get)
+    def get_tensor(self: Any, shape: Any, dtype: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        turns = active_turns()
+        if turns is not None and turns.running.name != "forward":
+            name = f"{name} of the {turns.running.name}"
+        return get(self, shape, dtype, name, *args, **kwargs)
+
+    buffer.get_tensor = get_tensor
+
+
+class Census:
+    """Compares state at the points of passes.
+
+    Args:
+        models: the model chunks.
+        functions: code outside of the models that a forward runs, as ``forward_step_func``.
+
+    Attributes:
+        wrote: names of owner and attribute, by the kind of pass that wrote them.
+    """
+
+    def __init__(
+        self, models: Sequence[torch.nn.Module], functions: Iterable[Callable[..., Any]]
+    ) -> None:
+        self.models = models
+        self.wrote: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
+        self._owners = dict(_owners(models, functions))
+        self._before: dict[tuple[str, str], Any] = {}
+        self._looks = 0
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._looks = 0
+        self._before = self._values()
+
+    def look(self, kind: str, force: bool = False) -> None:
+        """Note what was written since the last look, by this kind of pass.
+
+        Args:
+            force: look even if there were many looks in this pass.
+        """
+        self._looks += 1
+        if self._looks > _LOOKS and not force:
+            return
+        before, self._before = self._before, self._values()
+        self.wrote[kind].update(
+            name for name, value in self._before.items() if not _same(before.get(name), value)
+        )
+
+    def _values(self) -> dict[tuple[str, str], Any]:
+        return {
+            (owner, name): _content(value)
+            for owner, holder in self._owners.items()
+            for name, value in list(vars(holder).items())
+        }
+
+    def written_by_both(self, kinds: Iterable[str], others: Iterable[str]) -> list[str]:
+        """Names that both write and that are not known to belong to a micro-batch."""
+        known = {
+            (id(owner), name)
+            for owner, names in _swapped(self.models)
+            for name in names or vars(owner)
+        }
+        both = set().union(*(self.wrote[kind] for kind in kinds)) & set().union(
+            *(self.wrote[kind] for kind in others)
+        )
+        names = {
+            f"{owner}.{name}"
+            for owner, name in both
+            if (id(self._owners[owner]), name) not in known
+        }
+        return sorted(names - set(_HARMLESS))
+
+    def states(self) -> list[PassState]:
+        """What passes wrote, and each pass needs its own of, besides what is always swapped.
+
+        Tensors that were changed in place are shared: they are sums, as of router statistics.
+        """
+        known = {id(owner): names for owner, names in _swapped(self.models)}
+        by_owner: defaultdict[str, list[str]] = defaultdict(list)
+        for owner, name in sorted(set().union(*self.wrote.values())):
+            holder = self._owners[owner]
+            names = known.get(id(holder))
+            ours = names is not None and (not names or name in names)
+            value = vars(holder).get(name)
+            if not ours and f"{owner}.{name}" not in _HARMLESS and not _is_sum(holder, value):
+                by_owner[owner].append(name)
+        return [Attributes(self._owners[owner], *names) for owner, names in by_owner.items()]
+
+
+def _is_sum(holder: Any, value: Any) -> bool:
+    """Whether a value that changed is not swapped: tensors, and dictionaries of tensors."""
+    if isinstance(value, dict):
+        return any(_is_sum(holder, item) for item in value.values())
+    return isinstance(value, torch.Tensor) and isinstance(holder, torch.nn.Module)
+
+
+def _content(value: Any) -> Any:
+    """What is compared: the items of containers, and of a tensor its object and version."""
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_version, value)
+    if isinstance(value, dict):
+        return dict, *value, *map(_version, value.values())
+    return _version(value)
+
+
+def _version(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not value.is_inference():
+        return value, value._version
+    return value
+
+
+def _same(before: Any, value: Any) -> bool:
+    if before is value:
+        return True
+    if isinstance(value, tuple) and isinstance(before, tuple):
+        return len(before) == len(value) and all(map(_same, before, value))
+    return isinstance(value, (int, float, str)) and bool(before == value)
+
+
+def _owners(
+    models: Sequence[torch.nn.Module], functions: Iterable[Callable[..., Any]]
+) -> Iterator[tuple[str, Any]]:
+    """Objects that hold state, by name.
+
+    These are the Python modules of the packages and of the user's code with the classes that they
+    define, the modules of the models, the objects that these hold, and the objects inside those
+    that are swapped completely, such as expert dispatchers.
+    """
+    for name, module in list(sys.modules.items()):
+        if module is not None and (f"{name}.".startswith(_PACKAGES)):
+            yield from _with_classes(name, module)
+    for name, module in _modules_of_user(models, functions).items():
+        yield from _with_classes(name, module)
+    whole = {id(owner) for owner, names in _swapped(models) if not names}
+    visited: set[int] = set()
+
+    def held_by(owner: str, holder: Any) -> Iterator[tuple[str, Any]]:
+        yield owner, holder
+        for name, value in list(vars(holder).items()):
+            ours = hasattr(value, "__dict__") and not _is_of_library(type(value).__module__)
+            ours = ours and not isinstance(value, (torch.nn.Module, type)) and not callable(value)
+            if ours and id(value) not in visited:
+                visited.add(id(value))
+                if id(value) in whole:
+                    yield from held_by(f"{owner}.{name}", value)
+                else:
+                    yield f"{owner}.{name}", value
+
+    for path, layer in _named_modules(models):
+        yield from held_by(path, layer)
+
+
+def _with_classes(name: str, module: Any) -> Iterator[tuple[str, Any]]:
+    yield name, module
+    for attribute, value in list(vars(module).items()):
+        if isinstance(value, type) and value.__module__ == name:
+            yield f"{name}.{attribute}", value
+
+
+def _modules_of_user(
+    models: Sequence[torch.nn.Module], functions: Iterable[Callable[..., Any]]
+) -> dict[str, Any]:
+    """Python modules that define classes of the models or these functions, and what they import."""
+    names = {type(module).__module__ for _, module in _named_modules(models)}
+    names |= {getattr(function, "__module__", None) or "" for function in functions}
+    defining = {name: sys.modules[name] for name in names if name in sys.modules}
+    found = dict(defining)
+    for module in defining.values():
+        for value in list(vars(module).values()):
+            if isinstance(value, type(sys)):
+                found.setdefault(value.__name__, value)
+    return {
+        name: module
+        for name, module in found.items()
+        if not _is_of_library(name) and not f"{name}.".startswith(_PACKAGES)
+    }
+
+
+def _is_of_library(module: str) -> bool:
+    return module.partition(".")[0] in _NOT_OF_MODELS
