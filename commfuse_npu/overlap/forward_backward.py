@@ -74,6 +74,7 @@ class ForwardBackwardOverlap:
         enabled: whether passes take turns.
         runs: number of runs of several passes that took turns.
         hand_overs: how often passes handed over, by name.
+        waits: how often they would have, had there been another pass.
         weight_gradients: weight gradients that run where all passes wait.
         recompute_ahead: checkpoints that are recomputed ahead.
         at_point: called at each point of a pass, with its name.
@@ -109,6 +110,7 @@ class ForwardBackwardOverlap:
         self.at_point: Callable[[str], object] | None = None
         self.runs = 0
         self.hand_overs: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
         self._sequence = 0
         # Checksums of the points of passes, by name.
         self._points: defaultdict[str, set[int]] = defaultdict(set)
@@ -159,6 +161,7 @@ class ForwardBackwardOverlap:
     def _count(self, turns: Turns) -> None:
         for one in turns.passes:
             self.hand_overs[one.name] += one.hand_overs
+            self.waits[one.name] += one.waits
             self._points[one.name].add(one.points)
             points = f"{one.name} {one.hand_overs} {one.points}"
             self._sequence = zlib.crc32(points.encode(), self._sequence)

@@ -37,6 +37,9 @@ class ThreadContext:
 
     Args:
         device: ``npu``, ``cuda`` or ``cpu``.
+
+    Attributes:
+        autocast_enabled: whether autocast is enabled for any device.
     """
 
     def __init__(self, device: str) -> None:
@@ -49,6 +52,7 @@ class ThreadContext:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in dict.fromkeys(("cpu", device))
         ]
+        self.autocast_enabled = any(enabled for *_, enabled in self._autocast)
         self._functions = overrides._get_current_function_mode_stack()
         self._dispatches = dispatch._get_current_dispatch_mode_stack()
         self._hooks = saved_tensors_hooks()
@@ -60,6 +64,10 @@ class ThreadContext:
             stack.enter_context(self._device.stream(self._stream))
         stack.enter_context(torch.inference_mode(self._inference))
         stack.enter_context(torch.set_grad_enabled(self._gradients))
+        if self.autocast_enabled:
+            # Then the end of autocast here does not clear the casts that the process keeps.
+            torch.autocast_increment_nesting()
+            stack.callback(torch.autocast_decrement_nesting)
         self.enter_autocast(stack)
         if self._hooks is not None:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))

@@ -46,6 +46,7 @@ class Pass:
 
     Attributes:
         recomputes: whether it is a recomputation that runs ahead.
+        waits: how often it reached a point at which it hands over if another pass can run.
         hand_overs: how often it let another pass run.
         points: checksum of the names of the points that it reached, in order.
         result: what the function returned.
@@ -53,6 +54,7 @@ class Pass:
 
     def __init__(self, name: str, function: Callable[[], Any], recomputes: bool = False) -> None:
         self.name, self.function, self.recomputes = name, function, recomputes
+        self.waits = 0
         self.hand_overs = 0
         self.points = 0
         self.result: Any = None
@@ -97,6 +99,9 @@ class Turns:
         self.error: BaseException | None = None
         self._failed = ""
         self._states, self._device = states, device
+        # Casts of autocast belong to the process.  Where autocast begins inside a pass, another
+        # pass needs other ones; around all passes, they are shared as in order.
+        self._shares_casts = ThreadContext(device).autocast_enabled
         self._ring: list[Pass] = []
         self._interrupted = False
         self._paused = False
@@ -165,6 +170,7 @@ class Turns:
         if self._at_point is not None:
             self._at_point(name)
         if hands_over:
+            self.running.waits += 1
             self.hand_over(fills)
 
     def hand_over(self, fills: bool = False) -> None:
@@ -266,8 +272,8 @@ class Turns:
         try:
             self.running.saved = self._save()
             self._restore(other.saved)
-            # Casts of autocast belong to the process; another pass may need other ones.
-            torch.clear_autocast_cache()
+            if not self._shares_casts:
+                torch.clear_autocast_cache()
         except BaseException as error:
             if self.error is None:
                 self.error, self._failed = error, self.running.name

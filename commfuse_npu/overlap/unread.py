@@ -47,6 +47,8 @@ class Readers(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        # Sizes of storages that autograd saved, other than those of parameters.
+        self._saved: dict[int, int] = {}
         self._blocks = 0
         self._in_block = False
         self._others_save = False
@@ -122,7 +124,15 @@ class Readers(TorchDispatchMode):
                     self._read()
         return result
 
+    @property
+    def saved_bytes(self) -> int:
+        """What autograd saved in the run, without parameters."""
+        return sum(self._saved.values())
+
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        base = tensor if tensor._base is None else tensor._base
+        if not isinstance(base, torch.nn.Parameter):
+            self._saved[_address(tensor)] = tensor.untyped_storage().nbytes()
         if self._follows(tensor):
             self._read()
         return tensor

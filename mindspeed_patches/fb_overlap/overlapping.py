@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import statistics
 import time
 import zlib
@@ -29,6 +30,7 @@ from commfuse_npu.plan.slots import (
 from commfuse_npu.runtime.collectives import device_backend
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches.fb_overlap.core_versions import Layout, alone, obstacle, recomputes_all
+from mindspeed_patches.fb_overlap.gradient_check import checked_step
 from mindspeed_patches.fb_overlap.pass_states import Census, pass_states, separate_scratch
 from mindspeed_patches.fb_overlap.recomputation import Recomputation
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
@@ -57,6 +59,8 @@ class _Training:
         watched: numbers of watched passes, by kind.
         points: names of the points of the first pass of each kind.
         alone: why no forward runs beside a backward, as the census found.
+        checked: whether its gradients were compared with Megatron's order.
+        reported: whether it was said what is hidden.
         steps: seconds of the steps that were timed.
     """
 
@@ -65,6 +69,8 @@ class _Training:
     watched: dict[str, int] = field(default_factory=dict)
     points: dict[str, list[str]] = field(default_factory=dict)
     alone: str | None = None
+    checked: bool = False
+    reported: bool = False
     steps: list[float] = field(default_factory=list)
 
 
@@ -85,6 +91,7 @@ class Overlapping:
             virtual stages.  Its first stage then holds the activations of up to ``2 p - 1``
             micro-batches, not ``p``.  Where all layers are recomputed these are only inputs, and
             it is done anyway.
+        check: compare the gradients of each model's second step with those of Megatron's order.
         order_log: a folder in which to record the order of collectives.
 
     Attributes:
@@ -94,8 +101,10 @@ class Overlapping:
             cores and times are not meaningful.
     """
 
-    def __init__(self, *, plain_pipelines: bool = False, order_log: str | None = None) -> None:
-        self._plain_pipelines, self._order_log = plain_pipelines, order_log
+    def __init__(
+        self, *, plain_pipelines: bool = False, check: bool = False, order_log: str | None = None
+    ) -> None:
+        self._plain_pipelines, self._check, self._order_log = plain_pipelines, check, order_log
         self._patches = PatchManager()
         self.clock: Callable[[], float] | None = None
         self.recomputation = Recomputation()
@@ -139,23 +148,22 @@ class Overlapping:
 
     @around
     def forward_step_wrapper(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Watch the first forwards."""
-        training = self._now
-        if training is None or training.census is None or active_turns() is not None:
-            return forward(*args, **kwargs)
-        return self._watched_pass(training, "forward", functools.partial(forward, *args, **kwargs))
+        """Run a forward by itself as a pass, in any schedule."""
+        return self._by_itself("forward", functools.partial(forward, *args, **kwargs))
 
     @around
     def backward_step_wrapper(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a backward by itself as a pass, in any schedule."""
+        return self._by_itself("backward", functools.partial(backward, *args, **kwargs))
+
+    def _by_itself(self, kind: str, function: Callable[[], Any]) -> Any:
         training = self._now
         if training is None or active_turns() is not None:
-            return backward(*args, **kwargs)
-        function = functools.partial(backward, *args, **kwargs)
+            return function()
         if training.census is not None:
-            return self._watched_pass(training, "backward", function)
+            return self._watched_pass(training, kind, function)
         assert training.overlap is not None
-        return training.overlap.run_together(backward=function)[0]
+        return training.overlap.run_together(**{kind: function})[0]
 
     def _run(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
         layout = Layout(step)
@@ -170,10 +178,16 @@ class Overlapping:
             return self._first_step(plain, step, layout)
         if training.overlap is None:
             return plain(**step)
-        losses = self._timed(plain, step, layout, training)
-        for line in (self.recomputation.describe(), self.weight_gradients.describe()):
-            if line is not None:
-                self._say(line)
+        if self._check and not training.checked:
+            training.checked = True
+            states = training.overlap.states
+            ours = functools.partial(self._overlapped, plain, layout, training)
+            losses, verdict = checked_step(plain, ours, step, layout.models, states)
+            self._say(verdict)
+        else:
+            losses = self._timed(plain, step, layout, training)
+        for line in (*self.recomputation.describe(), *self.weight_gradients.describe()):
+            self._say(line)
         return losses
 
     def _timed(
@@ -182,19 +196,19 @@ class Overlapping:
         """Run a step, and time it until it is decided which way is faster."""
         number, clock = len(training.steps), self.clock
         if clock is None or number == _WARM_UP + 2 * _EACH_WAY:
-            return self._overlapped(plain, step, layout, training)
+            return self._overlapped(plain, layout, training, **step)
         start = clock()
         if number >= _WARM_UP and (number - _WARM_UP) % 2 == 0:
             losses = plain(**step)
         else:
-            losses = self._overlapped(plain, step, layout, training)
+            losses = self._overlapped(plain, layout, training, **step)
         training.steps.append(clock() - start)
         if len(training.steps) == _WARM_UP + 2 * _EACH_WAY:
             self._keep_the_faster(training)
         return losses
 
     def _overlapped(
-        self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout, training: _Training
+        self, plain: Callable[..., Any], layout: Layout, training: _Training, **step: Any
     ) -> Any:
         overlap = training.overlap
         assert overlap is not None
@@ -209,6 +223,11 @@ class Overlapping:
         finally:
             self._now = None
         overlap.check()
+        if not training.reported:
+            training.reported = True
+            counts = overlap.hand_overs, overlap.waits
+            hidden = [f"{counts[0][kind]} of {counts[1][kind]} of {kind}s" for kind in counts[1]]
+            self._say(f"in a step, another pass runs beside these transfers: {', '.join(hidden)}")
         return losses
 
     def _alone(self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout) -> str | None:
@@ -317,16 +336,23 @@ class Overlapping:
                 "CommFuse: recomputations, which do not run ahead, and gradients both write %s",
                 ", ".join(beside_gradients),
             )
-        found = torch.tensor([len(both), len(beside_gradients)], device=overlap.device)
+        too_large = self.recomputation.most_bytes > _free_bytes(overlap.device)
+        found = torch.tensor(
+            [len(both), len(beside_gradients), too_large], dtype=torch.int64, device=overlap.device
+        )
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        not_beside, not_ahead = found.tolist()
+        not_beside, not_ahead, no_memory = found.tolist()
         if not_beside:
             training.alone = (
                 "forward and backward both write state that is not known to belong to a "
                 "micro-batch (the ranks that found it name it)"
             )
-        self.recomputation.ahead.enabled = not not_ahead
+        self.recomputation.ahead.enabled = not (not_ahead or no_memory)
+        if no_memory:
+            size = f"{self.recomputation.most_bytes / 2**20:.1f} MiB"
+            self._say(f"no recomputation runs ahead: one more checkpoint of {size} does not fit")
         overlap.states += census.states()
+        overlap.waits.clear()
         differ = _different_points(training.points, layout.replicas)
         if differ is not None:
             training.overlap = None
@@ -385,6 +411,16 @@ def _different_points(points: dict[str, list[str]], group: dist.ProcessGroup | N
                 if one != two:
                     return f"point {number} of the {kind} is {one} on one rank, {two} on another"
     return None
+
+
+def _free_bytes(device: str) -> float:
+    """What a device had left at the peak so far."""
+    if device == "cpu":
+        return math.inf
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info()
+    left: int = free + module.memory_reserved() - module.max_memory_allocated()
+    return left
 
 
 def _synchronised_clock(device: str) -> Callable[[], float]:

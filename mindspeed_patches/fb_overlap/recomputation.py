@@ -71,6 +71,7 @@ class Recomputation:
     Attributes:
         calls: by checkpoint, of those that were recomputed at least once.
         left_out: number of row-parallel layers whose result was left out.
+        most_bytes: the most that a recomputation holds for its gradients.
         ahead: runs recomputations beside the gradients of the checkpoint after them.
         at_boundary: called before and at the end of each recomputation.
     """
@@ -78,6 +79,7 @@ class Recomputation:
     def __init__(self) -> None:
         self.calls: dict[Hashable, Calls] = {}
         self.left_out = 0
+        self.most_bytes = 0
         self.ahead = RecomputeAhead(self._random_states)
         self.at_boundary: Callable[[], object] = lambda: None
         self._device = "cpu"
@@ -145,6 +147,7 @@ class Recomputation:
         with Readers() as readers:
             run = _Run(readers=readers)
             outputs = self._run(run, function, inputs)
+        self.most_bytes = max(self.most_bytes, readers.saved_bytes)
         read = run.called - readers.unread(outputs)
         self.calls[checkpoint] = Calls(_most_on_any_rank(read, inputs), run.called)
         hook_collectives()
@@ -177,15 +180,20 @@ class Recomputation:
         with undefined_results():
             return forward(layer, *args, **kwargs)
 
-    def describe(self) -> str | None:
-        """What later recomputations leave out, if anything."""
-        count = sum(calls.read < calls.total for calls in self.calls.values())
-        if not count:
-            return None
-        return (
-            f"recomputations of {count} checkpoints leave out the last GEMM and its transfer, "
-            "which no gradient reads"
-        )
+    def describe(self) -> list[str]:
+        """What later recomputations leave out, and how they run."""
+        lines = []
+        if left_out := sum(calls.read < calls.total for calls in self.calls.values()):
+            lines.append(
+                f"recomputations of {left_out} checkpoints leave out the last GEMM and its "
+                "transfer, which no gradient reads"
+            )
+        if self.ahead.count:
+            lines.append(
+                "recomputations run beside the gradients of the checkpoint after them; one more "
+                f"checkpoint holds up to {self.most_bytes / 2**20:.1f} MiB at a time"
+            )
+        return lines
 
     @property
     def _current(self) -> _Run | None:

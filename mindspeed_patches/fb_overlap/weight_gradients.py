@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -133,14 +133,13 @@ class WeightGradientDeferral:
             grouped = f"{_GROUPED}.GMMFunction.backward"
             patch_manager.register_patch(grouped, self.grouped_backward_wrapper)
 
-    def describe(self) -> str | None:
+    def describe(self) -> Iterator[str]:
         """How many gradients wait, if any."""
-        if not self.most:
-            return None
-        return (
-            f"up to {self.most} weight gradients of a micro-batch wait for times of transfers; "
-            f"their operands hold up to {self.most_bytes / 2**20:.1f} MiB"
-        )
+        if self.most:
+            yield (
+                f"up to {self.most} weight gradients of a micro-batch wait for times of transfers; "
+                f"their operands hold up to {-(-self.most_bytes // 2**20)} MiB"
+            )
 
     @around
     def register_grad_ready_wrapper(

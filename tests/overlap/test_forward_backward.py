@@ -437,6 +437,29 @@ def test_the_second_thread_has_the_callers_context(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_weights_that_autocast_casts_once_are_cast_once(rank: int) -> None:
+    """Around all passes, a cast is used by all of them, and gradients are added in bf16."""
+    weight = torch.nn.Parameter(torch.randn(COLUMNS, COLUMNS))
+    xs, gradients = [torch.randn(8, COLUMNS) for _ in range(3)], []
+    overlap = ForwardBackwardOverlap([world()])
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = Moved.apply((x @ weight).float().tanh(), ("all_reduce", "all_reduce"))
+        return x.pow(2).mean()
+
+    for overlap.enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = forward(xs[0])
+            for x in xs[1:]:
+                loss, _ = overlap.run(partial(forward, x), loss.backward)
+            loss.backward()
+        gradients.append(weight.grad)
+        weight.grad = None
+    assert torch.equal(*gradients)
+
+
+@on_ranks(2)
 def test_saved_tensors_of_a_recomputation_go_through_the_callers_hooks(rank: int) -> None:
     if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
         pytest.skip("before torch 2.8 the hooks of a thread cannot be read")

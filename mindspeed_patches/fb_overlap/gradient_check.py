@@ -1,0 +1,181 @@
+"""Compares the gradients of an overlapped step with those of Megatron's order, bit for bit.
+
+``--commfuse-overlap-check`` runs the micro-batches of one step three times, twice in Megatron's
+order and once overlapped, and compares checksums of all gradients.  It finds what no list of state
+can: a value that one pass reads and another has yet to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commfuse_npu.overlap import PassState
+
+__all__ = ["checked_step"]
+
+_ELEMENTS = 2**20
+"""Elements per checksum, which takes eight bytes each."""
+
+
+def checked_step(
+    in_order: Callable[..., Any],
+    overlapped: Callable[..., Any],
+    step: dict[str, Any],
+    models: Sequence[torch.nn.Module],
+    states: Sequence[PassState],
+) -> tuple[Any, str]:
+    """Run a step three times on the same data; the gradients of the last run stay.
+
+    Args:
+        in_order: Megatron's schedule.
+        overlapped: the same with overlap.
+        step: their arguments.
+        states: are restored before each run.
+
+    Returns:
+        The losses of the overlapped run, and what was found.
+
+    Raises:
+        RuntimeError: on all ranks, if gradients of a rank differ between Megatron's order and the
+            overlapped run, and not between two runs in Megatron's order.
+    """
+    data = step["data_iterator"]
+    several = isinstance(data, list)
+    replays = [None if one is None else _Replay(one) for one in (data if several else [data])]
+    step = step | {"data_iterator": replays if several else replays[0]}
+    restore = _snapshot(models, states)
+    checksums, losses = [], None
+    for number, run in enumerate((in_order, in_order, overlapped)):
+        if number:
+            restore()
+            for replay in replays:
+                if replay is not None:
+                    replay.rewind()
+            _zero_gradients(models)
+        losses = run(**step)
+        checksums.append(_checksums(models))
+    first, again, ours = checksums
+    unsteady = _differences(first, again)
+    different = _differences(first, ours)
+    device = next(models[0].parameters()).device
+    counts = torch.tensor([len(unsteady), len(different)], device=device)
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    some_unsteady, some_different = counts.tolist()
+    if some_unsteady:
+        named = f", here of {unsteady[0]}" if unsteady else ""
+        return losses, (
+            f"check: two runs in Megatron's order have other gradients{named}: the device is not "
+            "deterministic, so overlap cannot be checked; use Megatron's --deterministic-mode"
+        )
+    if some_different:
+        named = f"of {different[0]} and {len(different) - 1} others" if different else "of a rank"
+        raise RuntimeError(
+            f"--commfuse-overlap-check: gradients {named} differ between Megatron's order and the "
+            "overlapped step: a pass reads state that another one writes; leave "
+            "--commfuse-overlap out, and please report the launch"
+        )
+    return losses, f"check: {len(ours)} gradients have the same bits as in Megatron's order"
+
+
+class _Replay:
+    """An iterator that can give the same items again."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self._items: list[Any] = []
+        self._next = 0
+
+    def __iter__(self) -> _Replay:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next == len(self._items):
+            self._items.append(next(self._iterator))
+        self._next += 1
+        return self._items[self._next - 1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+    def rewind(self) -> None:
+        self._next = 0
+
+
+def _snapshot(models: Sequence[torch.nn.Module], states: Sequence[PassState]) -> Callable[[], None]:
+    """A function that restores states, buffers of the models and trackers of auxiliary losses."""
+    saved = [state.save() for state in states]
+    tensors = [(tensor, tensor.detach().clone()) for tensor in _changed_in_place(models)]
+    tracker = _tracker()
+    names = set(tracker)
+
+    def restore() -> None:
+        for state, values in zip(states, saved, strict=True):
+            state.restore(values)
+        for tensor, value in tensors:
+            tensor.detach().copy_(value)
+        for name in set(tracker) - names:
+            del tracker[name]
+
+    return restore
+
+
+def _changed_in_place(models: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    for model in models:
+        for module in model.modules():
+            # DistributedDataParallel of Megatron has gradients below the name of the method.
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+    for entry in _tracker().values():
+        yield from (value for value in entry.values() if isinstance(value, torch.Tensor))
+
+
+def _tracker() -> dict[str, dict[str, Any]]:
+    """Sums of auxiliary losses of experts, which Megatron logs."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
+
+    for module in (moe_utils, parallel_state):
+        get = getattr(module, "get_moe_layer_wise_logging_tracker", None)
+        if get is not None:
+            tracker: dict[str, dict[str, Any]] = get()
+            return tracker
+    return {}
+
+
+def _gradients(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for chunk, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is None:
+                gradient = parameter.grad
+            if gradient is not None:
+                yield f"chunk {chunk}, {name}", gradient
+
+
+def _zero_gradients(models: Sequence[torch.nn.Module]) -> None:
+    for model in models:
+        zero_grad_buffer: Any = getattr(model, "zero_grad_buffer", None)
+        if zero_grad_buffer is not None:
+            zero_grad_buffer()
+        model.zero_grad(set_to_none=True)
+
+
+def _checksums(models: Sequence[torch.nn.Module]) -> dict[str, int]:
+    return {name: _checksum(gradient) for name, gradient in _gradients(models)}
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Depends on each bit and on its place."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in tensor.detach().contiguous().view(-1).view(integers).split(_ELEMENTS):
+        places = torch.arange(1, len(part) + 1, device=part.device)
+        total = total * 1_000_003 + (part.to(torch.int64) * places).sum()
+    return int(total)
+
+
+def _differences(first: dict[str, int], second: dict[str, int]) -> list[str]:
+    return [name for name in first | second if first.get(name) != second.get(name)]

@@ -1,0 +1,147 @@
+"""``--commfuse-overlap-check`` finds other gradients, and changes nothing where there are none."""
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from commfuse_npu.overlap import RandomState
+from commfuse_npu.overlap.recompute import RecomputeAhead
+from mindspeed_patches.fb_overlap import Overlapping, pass_states
+from tests.megatron.models import DISTRIBUTED, EXPERTS, RECOMPUTED, Case
+from tests.megatron.training import Trainer, layout
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+DENSE = Case(tensor=2, microbatches=4, options=RECOMPUTED | DROPOUT | {"num_layers": 3})
+AUXILIARY = {
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+    "num_layers": 2,
+}
+CASES = {
+    "TP 2, SP, recomputed dropout": DENSE,
+    "EP 2, auxiliary losses, distributed optimizer": Case(
+        experts=2, replicas=2, microbatches=4, options=EXPERTS | AUXILIARY | DISTRIBUTED
+    ),
+}
+
+
+def trained(rank: int, case: Case, fault: str = "") -> str:
+    """What was printed, after a comparison of bits with a training without overlap."""
+    printed, overlapping = io.StringIO(), Overlapping(check=True)
+    with layout(case):
+        own = None if fault else Trainer(case).run(3)
+        overlapping.start()
+        try:
+            with redirect_stdout(printed), FAULTS[fault]():
+                trainer = Trainer(case)
+                if fault == "state that no census sees":
+                    hide_state(trainer)
+                if fault == "noise":
+                    add_noise(trainer)
+                ours = trainer.run(3)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            overlapping.stop()
+    # Without the numbers of calls for gradients: the step ran three times.
+    assert own is None or own.rpartition("[")[0] == ours.rpartition("[")[0]
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_checked_step_changes_nothing(ranks: Any, case: Case) -> None:
+    first, *_ = ranks(case.size).run(trained, case)
+    assert "gradients have the same bits as in Megatron's order" in first
+
+
+def hide_state(trainer: Trainer) -> None:
+    """Each forward writes a factor, in a cell of a closure, which recomputations read."""
+    factor = [1.0]
+    for layer in trainer.models[0].module.decoder.layers:
+        own = layer.mlp.forward
+        layer.mlp.forward = lambda x, own=own: (own(x)[0] * factor[0], None)
+    step, count = trainer.forward, [0]
+
+    def forward(data: Any, model: Any) -> Any:
+        count[0] += 1
+        factor[0] = 0.5 + 0.25 * (count[0] % 4)
+        return step(data, model)
+
+    trainer.forward = forward
+
+
+def add_noise(trainer: Trainer) -> None:
+    """Results change from call to call, as of kernels that add in any order."""
+    step, noise = trainer.forward, torch.Generator().manual_seed(1)
+
+    def forward(data: Any, model: Any) -> Any:
+        output, loss = step(data, model)
+        return output * (1 + torch.rand(1, generator=noise)), loss
+
+    trainer.forward = forward
+
+
+@contextmanager
+def shared_random_states() -> Iterator[None]:
+    with mock.patch.object(RandomState, "restore", return_value=None):
+        yield
+
+
+@contextmanager
+def states_of_no_forward() -> Iterator[None]:
+    """Recomputations ahead with the current random states, not those of their forward."""
+    with mock.patch.object(RecomputeAhead, "restore", return_value=None):
+        yield
+
+
+@contextmanager
+def shared_scratch() -> Iterator[None]:
+    with mock.patch.object(pass_states, "active_turns", return_value=None):
+        yield
+
+
+@contextmanager
+def wrong_gradients() -> Iterator[None]:
+    """A recomputation that ran ahead is replaced by zeros."""
+    from commfuse_npu.overlap import recompute
+
+    joined = recompute._joined
+
+    def zeros(made: Any, before: Any, args: Any) -> Any:
+        hidden, *others = made.outputs
+        return joined(made._replace(outputs=(hidden * 0, *others)), before, args)
+
+    with mock.patch.object(recompute, "_joined", zeros):
+        yield
+
+
+FAULTS = {
+    "": nullcontext,
+    "noise": nullcontext,
+    "state that no census sees": nullcontext,
+    "random states that passes share": shared_random_states,
+    "random states of no forward": states_of_no_forward,
+    "scratch that passes share": shared_scratch,
+    "another output of a recomputation": wrong_gradients,
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS)[2:])
+def test_faults_are_noticed_on_all_ranks(ranks: Any, fault: str) -> None:
+    for error in ranks(2).run(trained, DENSE, fault):
+        assert re.search("differ between Megatron's order and|drew random numbers", error)
+
+
+def test_a_device_that_is_not_deterministic_is_said(ranks: Any) -> None:
+    first, _ = ranks(2).run(trained, DENSE, "noise")
+    assert "two runs in Megatron's order have other gradients" in first
+    assert "--deterministic-mode" in first
