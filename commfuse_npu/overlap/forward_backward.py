@@ -104,7 +104,7 @@ class ForwardBackwardOverlap:
             self._groups[None] = self._groups[dist.group.WORLD]
         self.states = [RandomState(self.device)] if states is None else list(states)
         self._waits_in = tuple(waits_in)
-        self.weight_gradients = WeightGradients()
+        self.weight_gradients = WeightGradients(self.device)
         self.recompute_ahead = recompute_torch_ahead(self.device)
         self.enabled = enabled_by_environment()
         self.at_point: Callable[[str], object] | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 
-__all__ = ["ThreadContext", "saved_tensors_hooks"]
+__all__ = ["ThreadContext", "saved_tensors_hooks", "without_modes"]
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -18,6 +18,14 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = top and top(False)
     return hooks
+
+
+def without_modes(stack: ExitStack) -> None:
+    """Leave function and dispatch modes of this thread until the stack is closed."""
+    for _ in overrides._get_current_function_mode_stack():
+        stack.callback(overrides._push_mode, overrides._pop_mode())
+    for _ in dispatch._get_current_dispatch_mode_stack():
+        stack.callback(dispatch._push_mode, dispatch._pop_mode())
 
 
 class ThreadContext:

@@ -1,29 +1,143 @@
-"""Weight gradients that run where all passes wait."""
+"""Weight gradients that are computed later, while every pass waits for a transfer.
+
+Nothing reads the gradient of a weight before the end of its micro-batch, and its GEMM has no
+transfer.  So where it runs changes neither bits nor the order of collectives, as long as the
+gradients of each weight are added in their order: first in, first out.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+from commfuse_npu.overlap.thread_context import ThreadContext, without_modes
+from commfuse_npu.plan.turns import MOST_WEIGHT_GRADIENTS
 
 __all__ = ["WeightGradients"]
 
 
-class WeightGradients:
-    """A first-in-first-out queue."""
+@dataclass(frozen=True)
+class _Waiting:
+    """A gradient that waits, with the context of its node and the states of its operands."""
 
-    def __init__(self) -> None:
-        self._queue: deque[Callable[[], Any]] = deque()
+    parameter: torch.Tensor
+    compute: Callable[[], object]
+    operands: tuple[torch.Tensor, ...]
+    states: tuple[tuple[int, int], ...]
+    nbytes: int
+    context: ThreadContext
+
+    def refuse_changed_operands(self) -> None:
+        for operand, (version, size) in zip(self.operands, self.states, strict=True):
+            now = _state(operand)
+            if now != (version, size):
+                raise RuntimeError(
+                    f"an operand of shape {tuple(operand.shape)} was "
+                    f"{'overwritten' if now[1] == size else 'freed'} before the gradient of its "
+                    f"weight of shape {tuple(self.parameter.shape)} was computed; keep it until "
+                    "the end of the backward, or set COMMFUSE_OVERLAP=0"
+                )
+
+
+class WeightGradients:
+    """Weight gradients that wait, at most ``MOST_WEIGHT_GRADIENTS``.
+
+    Args:
+        device: ``npu``, ``cuda`` or ``cpu``.
+
+    Attributes:
+        deferred: how many were added since the last :meth:`compute_all`.
+        most_bytes: the most bytes that operands of waiting gradients had.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._kind = device
+        self._device: Any = None if device == "cpu" else torch.get_device_module(device)
+        self._stream = None if self._device is None else self._device.current_stream()
+        self._waiting: deque[_Waiting] = deque()
+        self._bytes = 0
+        self.deferred = 0
+        self.most_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._waiting)
+
+    @property
+    def in_this_stream(self) -> bool:
+        """Whether the current stream is that in which the queue was created.
+
+        Gradients of other streams may not wait: autograd synchronizes streams at the end of a
+        backward.
+        """
+        return self._device is None or bool(self._device.current_stream() == self._stream)
+
+    def add(
+        self,
+        parameter: torch.Tensor,
+        compute: Callable[[], object],
+        operands: Sequence[torch.Tensor],
+    ) -> None:
+        """Let a gradient wait; if too many wait already, the oldest one is computed.
+
+        Args:
+            compute: adds the gradient to that of the parameter, without any transfer.
+            operands: what it reads; nobody may change them until then.
+        """
+        if len(self) >= MOST_WEIGHT_GRADIENTS:
+            self.compute_one()
+        states = tuple(map(_state, operands))
+        nbytes = sum(operand.nbytes for operand in operands)
+        context = ThreadContext(self._kind)
+        waiting = _Waiting(parameter, compute, tuple(operands), states, nbytes, context)
+        self._waiting.append(waiting)
+        self._bytes += nbytes
+        self.deferred += 1
+        self.most_bytes = max(self.most_bytes, self._bytes)
 
     def compute_one(self) -> None:
-        self._queue.popleft()()
+        """Compute the oldest gradient, if any, as in the thread that added it.
 
-    def compute_all(self) -> None:
-        while self._queue:
+        Raises:
+            RuntimeError: an operand was overwritten or freed; nothing waits any more.
+        """
+        if not self._waiting:
+            return
+        waiting = self._waiting.popleft()
+        self._bytes -= waiting.nbytes
+        with ExitStack() as stack:
+            without_modes(stack)
+            waiting.context.enter(stack)
+            stack.enter_context(torch.no_grad())
+            try:
+                waiting.refuse_changed_operands()
+                waiting.compute()
+            except BaseException:
+                self.discard()
+                raise
+
+    def compute_those_of(self, parameter: torch.Tensor) -> None:
+        """Compute gradients until none of this parameter waits."""
+        while any(waiting.parameter is parameter for waiting in self._waiting):
             self.compute_one()
 
+    def compute_all(self) -> None:
+        """Compute all that wait."""
+        while self._waiting:
+            self.compute_one()
+        self.deferred = 0
+
     def discard(self) -> None:
-        self._queue.clear()
+        """Forget all that wait, after an error."""
+        self._waiting.clear()
+        self._bytes = 0
+        self.deferred = 0
+
+
+def _state(operand: torch.Tensor) -> tuple[int, int]:
+    """Changes whenever the operand is written in place, or its memory is freed."""
+    return operand._version, operand.untyped_storage().nbytes()

@@ -34,6 +34,7 @@ from mindspeed_patches.fb_overlap.gradient_check import checked_step
 from mindspeed_patches.fb_overlap.pass_states import Census, pass_states, separate_scratch
 from mindspeed_patches.fb_overlap.recomputation import Recomputation
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
+from mindspeed_patches.fb_overlap.weight_gradients import WeightGradientDeferral
 from mindspeed_patches.patching import PatchManager, around
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -96,6 +97,7 @@ class Overlapping:
 
     Attributes:
         recomputation: what recomputations leave out, and run ahead.
+        weight_gradients: lets weight gradients wait.
         clock: returns seconds after synchronizing the device; ``None`` on a CPU, where ranks share
             cores and times are not meaningful.
     """
@@ -113,6 +115,7 @@ class Overlapping:
         self._patches = PatchManager()
         self.clock: Callable[[], float] | None = None
         self.recomputation = Recomputation()
+        self.weight_gradients = WeightGradientDeferral()
         self._trainings: WeakKeyDictionary[torch.nn.Module, _Training] = WeakKeyDictionary()
         self._now: _Training | None = None
         self._said: set[str] = set()
@@ -140,6 +143,7 @@ class Overlapping:
             wrapper = getattr(self, f"{name}_wrapper")
             patch_manager.register_patch(f"{_SCHEDULES}.{name}", wrapper)
         self.recomputation.register(patch_manager)
+        self.weight_gradients.register(patch_manager)
 
     @around
     def get_forward_backward_func_wrapper(
@@ -189,7 +193,7 @@ class Overlapping:
             self._say(verdict)
         else:
             losses = self._timed(plain, step, layout, training)
-        for line in self.recomputation.describe():
+        for line in (*self.recomputation.describe(), *self.weight_gradients.describe()):
             self._say(line)
         return losses
 

@@ -114,6 +114,11 @@ TURNS = {
     "swapped_virtual_stages": (4, f"{PLAIN_WGRAD} {VIRTUAL} {SWAPPED}"),
     "latent": (2, f"{PLAIN_WGRAD} {LATENT}"),
     "experts_recompute": (2, f"{PLAIN_WGRAD} --num-layers 3 {EXPERTS} {RECOMPUTE}"),
+    "grouped_experts": (2, f"{PLAIN_WGRAD} {EXPERTS} --moe-grouped-gemm"),
+    "grouped_experts_fusion": (
+        2,
+        f"{EXPERTS} --moe-grouped-gemm --gemm-gradient-accumulation-fusion",
+    ),
     "prediction_recompute": (2, f"{PLAIN_WGRAD} --mtp-num-layers 1 {RECOMPUTE}"),
     "activation_function": (2, f"{PLAIN_WGRAD} --recompute-activation-function"),
     "lora": (2, f"{PLAIN_WGRAD} {LORA}"),
