@@ -62,8 +62,9 @@ class ForwardBackwardOverlap:
         groups: process groups whose collectives are hidden: those of tensor, expert and context
             parallelism, not of data or pipeline parallelism.  All ranks of a group must run the
             same passes.
-        states: state outside the autograd graph that a pass writes; each pass has its own.  By
-            default the random states.
+        states: state outside the autograd graph that a pass writes, also if only recomputations
+            read it (lengths of documents in a global, say); each pass has its own.  By default the
+            random states.
         waits_in: beginnings of the names of modules in which the host's waits for streams and
             events hand over, too; all ranks must pass there.
         replicas: a group of all ranks that run the same passes, in which :meth:`check` compares

@@ -56,7 +56,9 @@ class _Training:
     Attributes:
         overlap: runs the passes; ``None``: Megatron's order.
         census: watches the first step, then ``None``.
-        watched: numbers of watched passes, by kind.
+        to_watch: numbers of the passes of each kind that the census watches: a first one of
+            each model chunk.
+        seen: numbers of passes so far, by kind.
         points: names of the points of the first pass of each kind.
         alone: why no forward runs beside a backward, as the census found.
         checked: whether its gradients were compared with Megatron's order.
@@ -66,7 +68,8 @@ class _Training:
 
     overlap: ForwardBackwardOverlap | None
     census: Census | None = None
-    watched: dict[str, int] = field(default_factory=dict)
+    to_watch: range = range(0)
+    seen: dict[str, int] = field(default_factory=dict)
     points: dict[str, list[str]] = field(default_factory=dict)
     alone: str | None = None
     checked: bool = False
@@ -289,7 +292,9 @@ class Overlapping:
         separate_scratch()
         overlap.states = pass_states(layout.models, overlap.device)
         census = Census(layout.models, [step["forward_step_func"]])
-        training = _Training(overlap, census)
+        chunks, stages = len(layout.models), layout.stages
+        # Megatron runs as many micro-batches as there are stages through a chunk, then the next.
+        training = _Training(overlap, census, range(0, 1 + (chunks - 1) * stages, stages))
         self._trainings[layout.models[0]] = self._now = training
         self.recomputation.ahead.enabled = False
         self.recomputation.at_boundary = functools.partial(self._look, training)
@@ -305,9 +310,9 @@ class Overlapping:
         overlap, census = training.overlap, training.census
         assert overlap is not None
         assert census is not None
-        number = training.watched.get(kind, 0)
-        training.watched[kind] = number + 1
-        if number >= 2 * len(census.models):
+        number = training.seen.get(kind, 0)
+        training.seen[kind] = number + 1
+        if number not in training.to_watch:
             return function()
         names: list[str] = training.points.setdefault(kind, []) if number == 0 else []
 

@@ -64,7 +64,7 @@ _HARMLESS = (
 )
 """Names that forwards and backwards write but that do not affect results: statistics of
 ``--log-throughput`` about the lengths of packed documents."""
-_LOOKS = 60
+_LOOKS = 16
 """The most comparisons per pass; the layers after them repeat the same code."""
 
 _TRACKED = "states_", "_current_state_name"
