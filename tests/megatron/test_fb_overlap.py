@@ -168,7 +168,9 @@ def of_pipelines(rank: int, chunks: int, microbatches: int) -> str | None:
 
 def test_pipelines_that_cannot_be_overlapped_are_named(ranks: Any) -> None:
     plain = ranks(2).run(of_pipelines, 1, 4)
-    assert all("up to 3 micro-batches" in text and "overlap-memory allows" in text for text in plain)
+    assert all(
+        "up to 3 micro-batches" in text and "overlap-memory allows" in text for text in plain
+    )
     odd = ranks(2).run(of_pipelines, 2, 5)
     assert all("5 micro-batches are not a multiple of the 2 stages" in text for text in odd)
     assert ranks(2).run(of_pipelines, 2, 4) == [None, None]

@@ -12,10 +12,34 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu.overlap import ForwardBackwardOverlap
+from commfuse_npu.overlap.transfers import active_turns
 from tests.distributed.ranks import on_ranks
 from tests.overlap.test_forward_backward import COLUMNS, KINDS, Moved, world
 
 reentrant = partial(checkpoint, use_reentrant=True)
+
+
+class Linear(torch.autograd.Function):
+    """``x @ weight.t()``, whose weight gradient waits while passes take turns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x, weight = ctx.saved_tensors
+
+        def accumulate() -> None:
+            weight.total.add_(grad.t() @ x)
+
+        turns = active_turns()
+        if turns is None:
+            accumulate()
+        else:
+            turns.weight_gradients.add(weight, accumulate, (grad, x))
+        return grad @ weight, None
 
 
 class Block(torch.nn.Module):
@@ -26,6 +50,9 @@ class Block(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(COLUMNS, COLUMNS) for _ in range(2))
         self.kinds = [(draw.choice(KINDS), draw.choice(KINDS)) for _ in range(2)]
         self.nested = draw.random() < 0.3
+        self.waiting = draw.random() < 0.5
+        self.weight: Any = torch.nn.Parameter(torch.randn(COLUMNS, COLUMNS))
+        self.weight.total = torch.zeros(COLUMNS, COLUMNS)
 
     def forward(self, x: torch.Tensor, scale: Any) -> tuple[torch.Tensor, None, torch.Tensor]:
         for at in range(2):
@@ -33,6 +60,8 @@ class Block(torch.nn.Module):
         return x * scale, None, x.detach().sum()
 
     def layer(self, at: int, x: torch.Tensor) -> torch.Tensor:
+        if self.waiting and not torch.is_autocast_enabled("cpu"):
+            x = Linear.apply(x, self.weight)
         x = Moved.apply(torch.tanh(self.layers[at](x)), self.kinds[at])
         return torch.nn.functional.dropout(x, 0.2)
 
@@ -84,6 +113,7 @@ def trained(seed: int, enabled: bool, partner: bool, autocast: bool) -> Any:
     overlap.run_together(backward=loss.backward)
     overlap.check()
     grads = [p.grad for p in [*model.parameters(), *xs] if p.grad is not None]
+    grads += [block.weight.total for block in model.blocks]
     return grads, losses, torch.get_rng_state(), overlap.recompute_ahead.count - before
 
 
