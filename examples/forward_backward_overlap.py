@@ -43,10 +43,13 @@ def train(enabled: bool) -> list[torch.Tensor]:
     weights = [torch.nn.Parameter(torch.randn(16, 16) / 8) for _ in range(4)]
     batches = [torch.randn(8, 16) for _ in range(6)]
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def logits(x: torch.Tensor) -> torch.Tensor:
         for weight in weights:
             x = torch.tanh(RowParallel.apply(x, weight))
-        return x.pow(2).mean()
+        return x
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return logits(x).pow(2).mean()
 
     tensor_parallel_group = dist.group.WORLD
     # cut: overlap
@@ -60,9 +63,16 @@ def train(enabled: bool) -> list[torch.Tensor]:
     loss.backward()
     overlap.check()  # before the optimizer changes weights
     # end
+    requests, half = torch.cat(batches), 3 * 8
+    # cut: prefill
+    with torch.no_grad():
+        first, second = overlap.run_together(
+            first=lambda: logits(requests[:half]), second=lambda: logits(requests[half:])
+        )
+    # end
     if rank == 0 and enabled:
-        print(f"{overlap.runs} pairs, {overlap.hand_overs.total()} transfers with work beside them")
-    return [weight.grad for weight in weights if weight.grad is not None]
+        print(f"{overlap.runs} runs, {overlap.hand_overs.total()} transfers with work beside them")
+    return [first, second, *(weight.grad for weight in weights if weight.grad is not None)]
 
 
 same = all(map(torch.equal, train(True), train(False)))
