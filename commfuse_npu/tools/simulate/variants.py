@@ -25,9 +25,14 @@
                      (:mod:`commfuse_npu.hardware.machine`); so do layers with few rows
 ``commfuse-tuned``   the same with the fastest chunks for each operation, as batches or as
                      collectives, or Megatron's order: what ``--commfuse-tuning on`` searches
-``commfuse-fb``      ``--commfuse-fb-overlap``: forward and backward of two micro-batches alternate
-                     (:mod:`commfuse_npu.tools.simulate.fb_overlap`); passes without a partner, and
-                     work outside of the layers, in Megatron's order
+``commfuse-fb``      ``--commfuse-fb-overlap``: passes take turns at their transfers
+                     (:mod:`commfuse_npu.tools.simulate.passes`): the forward of another micro-batch
+                     (in plain pipelines never), gradients, recomputation; weight gradients fill
+                     waits.  Lone forwards, and work outside of the layers, in Megatron's order
+``commfuse-fb-memory``  the same with ``--commfuse-fb-overlap-memory``: a forward beside the
+                     gradients in plain pipelines, too
+``commfuse-both``    ``--commfuse-fb-overlap`` with ``--use-commfuse``: passes without a partner
+                     have fused layers where these are faster
 ===================  ============================================================================
 """
 
@@ -42,9 +47,9 @@ from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
 if TYPE_CHECKING:
-    from commfuse_npu.tools.simulate.training import Training
+    from commfuse_npu.tools.simulate.training import Layout, Training
 
-Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "fused", "fb_overlap"]
+Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "fused", "passes"]
 
 Way = Schedule | int | None
 """How an operation is run: by a schedule, in a number of slices, or (``None``) by collectives in
@@ -64,6 +69,10 @@ class Variant:
             column-parallel layers runs by collectives in Megatron's order.
         tuned: for ``fused``, the ways from which each operation takes its fastest.
         chosen: the ways of individual operations, by name.
+        leaves_out: whether a recomputation leaves out the sum of fc2, which no gradient reads.
+        beside: for ``passes``, where a forward runs beside gradients: nowhere, except in plain
+            pipelines, or everywhere.
+        alone: for ``passes``, the form of a pass without a partner where it is faster.
         flags: the options that launch it, empty for Megatron's order; ``None`` if nothing does.
     """
 
@@ -73,11 +82,20 @@ class Variant:
     collectives_from: int | None = None
     tuned: tuple[Way, ...] = ()
     chosen: tuple[tuple[str, Way], ...] = ()
+    leaves_out: bool = False
+    beside: Literal["nowhere", "interleaved", "everywhere"] = "interleaved"
+    alone: Variant | None = None
     flags: str | None = None
 
     @property
     def ours(self) -> bool:
         return "commfuse" in (self.flags or "")
+
+    def pairs(self, layout: Layout) -> bool:
+        """Whether forwards run beside the gradients of other micro-batches."""
+        if self.kind != "passes" or self.beside == "nowhere":
+            return False
+        return self.beside == "everywhere" or layout.pp == 1 or layout.vpp > 1
 
 
 COMPUTE_ONLY = Variant("compute", "compute")
@@ -89,12 +107,24 @@ COC = tuple(
 )
 COC_FUSED = Variant("coc-fused", "kernel", flags="--use-ascend-coc --coc-fused-kernel")
 MC2 = Variant("mc2", "mc2", flags="--use-ascend-mc2")
-FB_OVERLAP = Variant("commfuse-fb", "fb_overlap", flags="--commfuse-fb-overlap")
+FB_OVERLAP = Variant(
+    "commfuse-fb",
+    "passes",
+    alone=replace(MEGATRON, leaves_out=True, flags=None),
+    flags="--commfuse-fb-overlap",
+)
+FB_OVERLAP_MEMORY = replace(
+    FB_OVERLAP,
+    name="commfuse-fb-memory",
+    beside="everywhere",
+    flags="--commfuse-fb-overlap --commfuse-fb-overlap-memory",
+)
 FORMS = {
     form: (title, form.flags or "")
     for form, title in (
         (MEGATRON, "Megatron's order"),
-        (FB_OVERLAP, "forward-backward overlap"),
+        (FB_OVERLAP, "overlap"),
+        (FB_OVERLAP_MEMORY, "overlap, more in flight"),
         *((form, f"CoC in {form.way} slices") for form in COC),
         (COC_FUSED, "CoC's kernel"),
         (MC2, "MC2"),
@@ -118,20 +148,12 @@ def tuned(schedule: Schedule, chunks: Sequence[int] = _CHUNKS) -> Variant:
     return Variant("commfuse-tuned", "fused", tuned=tuple(ways), flags=flags)
 
 
-def launching(form: Variant, training: Training) -> list[str]:
-    """The ``pretrain_gpt.py`` options of a form; none for Megatron's own order."""
-    words, layout = (form.flags or "").split(), training.layout
-    if form == FB_OVERLAP and layout.pp > 1 and layout.vpp == 1:
-        words.append("--commfuse-fb-overlap-memory")
-    return words
-
-
 def forms(
     machine: Machine, training: Training, schedule: Schedule | None = None, least: int | None = None
 ) -> tuple[Variant, ...]:
     """The forms in which a training can run on a machine, and the bound.
 
-    Without tensor or sequence parallelism only pairs of micro-batches differ from Megatron's order.
+    Without tensor or sequence parallelism only passes that take turns differ from Megatron's order.
 
     Args:
         schedule, least: of ``commfuse``, and rows of a block from which it fuses; by default those
@@ -147,7 +169,9 @@ def forms(
             f"a tensor-parallel group of {tp} spans nodes of {machine.npus_per_node} NPUs; choose "
             f"at most {machine.npus_per_node}"
         )
-    ways = [REFERENCE, MEGATRON]
+    ways, overlapped = [REFERENCE, MEGATRON], [FB_OVERLAP]
+    if training.layout.pp > 1 and training.layout.vpp == 1:
+        overlapped.append(FB_OVERLAP_MEMORY)
     if tp > 1 and shape.sequence_parallel:
         usual = schedule or Schedule(
             default_shape(tp), chunks=default_chunks(tp, rows, shape.hidden)
@@ -157,4 +181,13 @@ def forms(
         if rows < (min_rows_to_fuse(tp, shape.hidden) if least is None else least):
             launched = replace(MEGATRON, name=launched.name, flags=launched.flags)
         ways += [*COC, *[COC_FUSED] * (tp == 8), *[MC2] * (tp in RANKS), launched, tuned(base)]
-    return (*ways, FB_OVERLAP, COMPUTE_ONLY)
+        if launched.kind == "fused":
+            overlapped.append(
+                replace(
+                    FB_OVERLAP,
+                    name="commfuse-both",
+                    alone=launched,
+                    flags=f"{launched.flags} {FB_OVERLAP.flags}",
+                )
+            )
+    return (*ways, *overlapped, COMPUTE_ONLY)

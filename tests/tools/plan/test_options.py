@@ -59,9 +59,10 @@ def too(launch: AskedLaunch) -> list[str]:
     return [note[len(start) : -len(end)] for note in notes if note.endswith(end)]
 
 
-def paired(launch: AskedLaunch) -> tuple[str, float | None]:
-    """What stands against forward-backward overlap, and how much has a partner."""
-    return obstacles(launch).overlap, obstacles(launch).paired
+def paired(launch: AskedLaunch) -> tuple[str, str, float | None]:
+    """What stands against overlap, and against forwards in it, and how much has a partner."""
+    against = obstacles(launch)
+    return against.overlap, against.own_schedule, against.paired
 
 
 def places(launch: AskedLaunch) -> list[dict[str, float]]:
@@ -128,20 +129,21 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{FOUR} --use-ascend-coc": [],
     }),
     (paired, {
-        f"{FOUR} --global-batch-size 16": ("", 7 / 8),
-        f"{FOUR} --global-batch-size 2": ("one micro-batch has no partner", 0.0),
-        f"{FOUR_16} --stage dpo": ("--stage dpo: it has a pipeline schedule of its own; leave "
+        f"{FOUR} --global-batch-size 16": ("", "", 7 / 8),
+        f"{FOUR} --global-batch-size 2": ("", "", 0.0),
+        f"{FOUR_16} --stage dpo": ("", "--stage dpo: it has a pipeline schedule of its own; leave "
                                    "--commfuse-fb-overlap out", 7 / 8),
-        f"{FOUR} {PP} --global-batch-size 8": ("", 5 / 8),
-        f"{FOUR} {PP} --global-batch-size 4":
-            ("4 micro-batches: 25% of a stage's have a partner", 1 / 4),
-        f"{FOUR} {PP} {EACH} --global-batch-size 8": ("", 11 / 16),
+        f"{FOUR_16} --moe-fb-overlap": ("--moe-fb-overlap: it overlaps the same forwards and "
+                                        "backwards; leave one of the two out", "", 7 / 8),
+        f"{FOUR} {PP} --global-batch-size 8": ("", "", 5 / 8),
+        f"{FOUR} {PP} --global-batch-size 4": ("", "", 1 / 4),
+        f"{FOUR} {PP} {EACH} --global-batch-size 8": ("", "", 11 / 16),
         f"{FOUR} {PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 7":
-            ("7 micro-batches are no multiple of 2 stages", None),
+            ("", "", None),
         f"{ONE} --global-batch-size 64":
-            ("no tensor, expert or context parallelism, so nothing to hide", None),
+            ("no tensor, expert or context parallelism, so nothing to hide", "", None),
         f"{ONE} --num-experts 8 --expert-model-parallel-size 4 --global-batch-size 64":
-            ("", 7 / 8),
+            ("", "", 7 / 8),
     }),
     (places, {
         FOUR_16: [{"dense": 4}],
@@ -266,13 +268,13 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
         f"{MANY} --nproc_per_node 16 --tensor-model-parallel-size 16":
             ("Add ", "a group of 16 spans nodes of 8 NPUs"),
         f"{FOUR} --tensor-model-parallel-size 1":
-            ("Nothing to add: no forward-backward overlap (no tensor, expert or context "
+            ("Nothing to add: no overlap (no tensor, expert or context "
              "parallelism, so nothing to hide), no fused layers (--tensor-model-parallel-size 1: ",
              "a group of one transfers nothing; "),
         # Short blocks: nothing would be fused.
-        f"{WIDE} --global-batch-size 1": ("Nothing to add: no forward-backward overlap (one micro-",
-                                          "a group of 16"),
-        f"{WIDE} --global-batch-size 1 --commfuse-chunks 1 --commfuse-layers qkv":
+        f"{WIDE} --enable-cuda-graph": ("Nothing to add: no overlap (--enable-cuda-graph: ",
+                                        "a group of 16"),
+        f"{WIDE} --enable-cuda-graph --commfuse-chunks 1 --commfuse-layers qkv":
             ("Add --use-commfuse: fused layers. The gain is", "spans"),
     }),
 ]  # fmt: skip
