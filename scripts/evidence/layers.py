@@ -16,7 +16,7 @@ import math
 import multiprocessing
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.timed import CORNERS
 from commfuse_npu.tools.simulate.training import Layout, Training, training
-from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, MEGATRON, REFERENCE, forms
+from commfuse_npu.tools.simulate.variants import COC, REFERENCE, Variant, forms
 from commfuse_npu.tools.terminal import table_head, table_row
 
 _MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
@@ -52,43 +52,42 @@ description, typical figures first; ``ordered`` are typical, with HCCL's sums in
 
 
 def layer(model: str, tp: int, sequence: int) -> Training:
-    """A training of one layer with one sequence."""
+    """A training with one sequence and no pipeline."""
     described, sizes = ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1)
     return training(described, sizes, sequence, micro_batch=1, micro_batches=1)
 
 
-def _fastest_slices(times: dict[str, float]) -> dict[str, float]:
-    """The same with ``coc`` in place of its numbers of slices."""
-    slices = [times.pop(form.name) for form in COC]
-    return {**times, "coc": min(slices)}
+def _times(
+    hardware: Hardware,
+    setup: Training,
+    seconds: Callable[[Step, Variant], float],
+    corners: int = len(CORNERS),
+    *,
+    tuned: bool = False,
+) -> list[dict[str, float]]:
+    """Seconds by form at so many corners of a description; ``coc`` is its fastest slices."""
+    variants = [form for form in forms(hardware.machine(), setup) if tuned or not form.tuned]
+    result = []
+    for corner in CORNERS[:corners]:
+        step = Step(hardware.machine(*corner), setup)
+        times = {form.name: seconds(step, form) for form in variants}
+        times["coc"] = min(times.pop(form.name) for form in COC)
+        result.append(times)
+    return result
+
+
+def _in_the_middle(step: Step, form: Variant) -> float:
+    """Seconds of the layers of a forward and a backward; a launch keeps the faster order."""
+    seconds = step.chunk(form, 0).repeated
+    return seconds if form.alone is None else min(seconds, _in_the_middle(step, form.alone))
 
 
 def shares(
     hardware: Hardware, setup: Training, corners: int = len(CORNERS), *, tuned: bool = True
 ) -> list[Shares]:
-    """Simulate a layer at so many corners of a description; tuned forms take most of the time."""
-    variants = [form for form in forms(hardware.machine(), setup) if tuned or not form.tuned]
-    result = []
-    for corner in CORNERS[:corners]:
-        step = Step(hardware.machine(*corner), setup)
-        times = {form.name: step.layer_time(form).seconds for form in variants if not form.alone}
-        # A launch that is not faster runs in order.
-        times[FB_OVERLAP.name] = min(step.layer_in_turns(), times[MEGATRON.name])
-        blocking = times[REFERENCE.name]
-        times = _fastest_slices(times)
-        result.append({name: seconds / blocking for name, seconds in times.items()})
-    return result
-
-
-def _steps(hardware: Hardware, setup: Training) -> list[Shares]:
-    """Seconds of the layers of a step without a pipeline, in untuned forms that can be launched."""
-    variants = [form for form in forms(hardware.machine(), setup) if not form.tuned]
-    result = []
-    for corner in CORNERS:
-        step = Step(hardware.machine(*corner), setup)
-        times = {form.name: step.of_layers(form) for form in variants}
-        result.append(_fastest_slices(times))
-    return result
+    """Simulate layers at so many corners of a description; tuned forms take most of the time."""
+    times = _times(hardware, setup, _in_the_middle, corners, tuned=tuned)
+    return [{name: seconds / at[REFERENCE.name] for name, seconds in at.items()} for at in times]
 
 
 def point(machine: str, model: str, tp: int, sequence: int, hosts: Sequence[int]) -> Point:
@@ -101,9 +100,11 @@ def point(machine: str, model: str, tp: int, sequence: int, hosts: Sequence[int]
     ordered = shares(replace(hardware, deterministic=True), setup, 1)
     result: Point = {"layer": shares(hardware, setup), "ordered": ordered}
     for host, recomputes, count in product(hosts, (False, True), _MICRO_BATCHES):
-        title = f"{host} us, {count} micro-batches{', recomputed' * recomputes}"
+        batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+        title = f"{host} us, {batches}{', recomputed' if recomputes else ''}"
         step = training(setup.model, setup.layout, micro_batches=count, recomputes=recomputes)
-        result[title] = _steps(hardware.launching(host * 1e-6), step)
+        slower = hardware.launching(host * 1e-6)
+        result[title] = _times(slower, step, Step.layers)
     return result
 
 

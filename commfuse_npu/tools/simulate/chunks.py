@@ -4,10 +4,9 @@ They are simulated event by event for one tensor-parallel group, which represent
 Results are cached by all their inputs, so that layouts, stages and variants share them.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -22,9 +21,9 @@ from commfuse_npu.tools.simulate.variants import FB_OVERLAP, Variant
 
 KINDS: tuple[Kind, ...] = ("none", "dense", "experts")
 """In the order of a model."""
-_MANY = 8
-"""Equal layers that take turns and are simulated; each more takes as long as one of the last
-four."""
+_MANY = 4
+"""Equal layers that take turns and are simulated; each more takes as long as one of the last half
+of them."""
 
 _Cost = tuple[float, float]
 """Seconds of the device and of the host, either of which can be the limit."""
@@ -60,6 +59,16 @@ class ChunkTime(NamedTuple):
     last: float
     pair: float | None = None
 
+    @property
+    def alone(self) -> float:
+        """Seconds of a micro-batch by itself."""
+        return self.forward + self.backward
+
+    @property
+    def repeated(self) -> float:
+        """Seconds of a forward and a backward in the middle of a step."""
+        return self.alone if self.pair is None else self.pair
+
 
 @dataclass(frozen=True)
 class Chunks:
@@ -93,40 +102,18 @@ class Chunks:
         runs = 1, 1, self.training.recomputes
         return LayerTime(*max(zip(*costs, strict=True), key=lambda of: sum(map(mul, runs, of))))
 
-    def layer_in_turns(self) -> float:
-        """Seconds of a dense layer in the middle of a stage, forward beside backward."""
-        layers = Layers(self.training.shape_of("dense"), _MANY, self.training.recomputes)
-        fewer = layers._replace(number=_MANY // 2)
-        costs = (_in_turns(self.machine, (run,), True, True) for run in (layers, fewer))
-        return max(many - half for many, half in zip(*costs, strict=True)) / (_MANY // 2)
-
-    def of_layers(self, variant: Variant) -> float:
-        """Seconds of the layers of a step without a pipeline."""
-        chunk, batches = self.chunk(variant, 0), self.training.micro_batches
-        alone = chunk.forward + chunk.backward
-        between = alone if chunk.pair is None else chunk.pair
-        seconds = alone + (batches - 1) * between
-        return seconds if variant.alone is None else min(seconds, self.of_layers(variant.alone))
+    def layers(self, variant: Variant) -> float:
+        """Seconds of a step's layers, without a pipeline."""
+        chunk = self.chunk(variant, 0)
+        seconds = chunk.alone + (self.training.micro_batches - 1) * chunk.repeated
+        return seconds if variant.alone is None else min(seconds, self.layers(variant.alone))
 
     def chunk(self, variant: Variant, place: int) -> ChunkTime:
         """A chunk, by its place in the model."""
         if variant.alone is None:
             return self._in_order(variant, place)
-        layout, training = self.training.layout, self.training
-        recomputed = training.recomputed_share(place) * training.places[place].total()
-        whole = math.floor(recomputed)
-
-        def cost(*passes: Any) -> _Cost:
-            """Between whole numbers of recomputed layers."""
-            less, more = (
-                _in_turns(self.machine, self._layers(place, number), *passes)
-                for number in (whole, math.ceil(recomputed))
-            )
-            device, host = (
-                a + (recomputed - whole) * (b - a) for a, b in zip(less, more, strict=True)
-            )
-            return device, host
-
+        training, layout = self.training, self.training.layout
+        cost = partial(_in_turns, self.machine, self._layers(place))
         # The host does not wait between the passes, so their totals are compared.
         forward, backward = max(zip(cost(True, False), cost(False, True), strict=True), key=sum)
         reduces = training.overlaps[0] and layout.dp * layout.cp > 1
@@ -141,7 +128,8 @@ class Chunks:
 
     def _in_order(self, variant: Variant, place: int) -> ChunkTime:
         training = self.training
-        again = training.recomputed_share(place)
+        layers = training.places[place].total()
+        again = training.recomputed_layers(place) / max(1, layers)
         forward = backward = 0.0
         for kind in KINDS[1:]:
             if count := training.places[place][kind]:
@@ -150,9 +138,9 @@ class Chunks:
                 backward += count * (time.backward + again * time.recomputation)
         return ChunkTime(forward, backward, backward)
 
-    def _layers(self, place: int, recomputed: int) -> tuple[Layers, ...]:
-        """The layers of a chunk, of which the first ones are recomputed."""
-        layers = []
+    def _layers(self, place: int) -> tuple[Layers, ...]:
+        """The layers of a chunk; its first ones are recomputed."""
+        layers, recomputed = list[Layers](), self.training.recomputed_layers(place)
         for kind in KINDS[1:]:
             count, shape = self.training.places[place][kind], self.training.shape_of(kind)
             first = min(recomputed, count)

@@ -99,7 +99,8 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
     held = most_in_flight(slots(*order)) if paired else in_flight_without(*order)
     layers = training.of_stage(stage)
     whole = {kind: _kept(training, kind) for kind in layers}
-    recomputed = training.recomputed_share(stage)
+    chunks = range(stage, len(training.places), layout.pp)
+    recomputed = sum(map(training.recomputed_layers, chunks)) / max(1, sum(layers.values()))
     inputs = recomputed * ITEM_BYTES * shape.held * shape.hidden
     activations = (held / layout.vpp) * sum(
         count * (inputs + (1 - recomputed) * whole[kind])
@@ -108,7 +109,7 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
     )
     in_turns = variant.kind == "passes"
     if training.recomputes:
-        ahead = in_turns and recomputed * sum(layers.values()) / layout.vpp > 1
+        ahead = in_turns and training.recomputed_layers(stage) > 1
         activations += (2 if ahead else 1) * max(whole.values())
     if in_turns:
         activations += max(_waiting(training, kind) for kind in layers)

@@ -46,10 +46,10 @@ def remarks(launch: AskedLaunch) -> list[str]:
     return [*filter(None, [found.fused]), *plan.problems, *notes]
 
 
-def shares(launch: AskedLaunch) -> set[float]:
-    """How much of the forwards is run again, of every stage."""
+def recomputed(launch: AskedLaunch) -> list[int]:
+    """The number of layers of every chunk that are run again."""
     job = training_of(launch)
-    return {job.recomputed_share(place) for place in range(len(job.places))}
+    return [job.recomputed_layers(place) for place in range(len(job.places))]
 
 
 def too(launch: AskedLaunch) -> list[str]:
@@ -155,14 +155,15 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{MOE} --moe-layer-freq 2": [{"experts": 2, "dense": 2}],
         f"{MOE} --moe-layer-freq -1 --first-k-dense-replace -1": [{"experts": 4}],
     }),
-    (shares, {
-        f"{FOUR_16} {PP}": {0},
-        f"{FULL} uniform --recompute-num-layers 1": {1},
-        f"{FULL} block --recompute-num-layers 1": {1 / 2},
-        f"{FULL} block --recompute-num-layers 1 {EACH}": {1},
+    (recomputed, {
+        f"{FOUR_16} {PP}": [0, 0],
+        f"{FULL} uniform --recompute-num-layers 1": [2, 2],
+        f"{FULL} block --recompute-num-layers 1": [1, 1],
+        f"{FULL} block --recompute-num-layers 1 {EACH}": [1] * 4,
+        # Of a stage, the first chunk's.
         f"{FULL} block --recompute-num-layers 1 {EACH} --enable-recompute-layers-per-pp-rank":
-            {1 / 2},
-        f"{FOUR_16} {PP} --recompute-granularity selective": {0},
+            [1, 1, 0, 0],
+        f"{FOUR_16} {PP} --recompute-granularity selective": [0, 0],
     }),
     (chunks, {"--config": 2, "--config --commfuse-tuning on": 1}),
 ]  # fmt: skip
