@@ -21,9 +21,10 @@ from commfuse_npu.tools.simulate.variants import FB_OVERLAP, Variant
 
 KINDS: tuple[Kind, ...] = ("none", "dense", "experts")
 """In the order of a model."""
-_MANY = 4
-"""Equal layers that take turns and are simulated; each more takes as long as one of the last half
-of them."""
+_MOST, _FEW = 8, 2
+"""Most equal layers in turns that are simulated; each more takes as long as those beyond a few.
+Passes that hand over at different numbers of places meet in the same way again after some layers,
+mostly six."""
 
 _Cost = tuple[float, float]
 """Seconds of the device and of the host, either of which can be the limit."""
@@ -154,19 +155,16 @@ def _in_turns(machine: Machine, chunk: tuple[Layers, ...], *passes: Any) -> _Cos
     if not chunk:
         return 0.0, 0.0
     longest = max(chunk, key=lambda layers: layers.number)
-    if longest.number <= _MANY:
+    if longest.number <= _MOST:
         ranks = longest.shape.ranks
         return _cost(machine, ranks, FB_OVERLAP, take_turns, chunk, *passes)
     at = chunk.index(longest)
-
-    def of(number: int) -> _Cost:
-        fewer = longest._replace(number=number)
-        return _in_turns(machine, (*chunk[:at], fewer, *chunk[at + 1 :]), *passes)
-
-    halves = (longest.number - _MANY) / (_MANY // 2)
-    device, host = (
-        many + halves * (many - half) for many, half in zip(of(_MANY), of(_MANY // 2), strict=True)
+    costs = (
+        _in_turns(machine, (*chunk[:at], longest._replace(number=n), *chunk[at + 1 :]), *passes)
+        for n in (_MOST, _FEW)
     )
+    share = (longest.number - _MOST) / (_MOST - _FEW)
+    device, host = (most + share * (most - few) for most, few in zip(*costs, strict=True))
     return device, host
 
 
