@@ -119,13 +119,9 @@ class Chunks:
         forward, backward = max(zip(cost(True, False), cost(False, True), strict=True), key=sum)
         reduces = training.overlaps[0] and layout.dp * layout.cp > 1
         last = max(cost(False, True, 0)) if reduces else backward
-        in_order = self._in_order(variant.alone, place)
-        return ChunkTime(
-            min(forward, in_order.forward),
-            min(backward, in_order.backward),
-            min(last, in_order.last),
-            max(cost(True, True)) if variant.pairs(layout) else None,
-        )
+        forward = min(forward, self._in_order(variant.alone, place).forward)
+        pair = max(cost(True, True)) if variant.pairs(layout) else None
+        return ChunkTime(forward, backward, last, pair)
 
     def _in_order(self, variant: Variant, place: int) -> ChunkTime:
         training = self.training

@@ -70,20 +70,15 @@ class _Pass:
 
     def __init__(self, launches: Iterator[_Pass | None], ahead: bool) -> None:
         self.launches, self.ahead = launches, ahead
-        self.started = self.ended = False
+        self.ended = False
         self.waits: _Pass | None = None
 
     @property
     def can_run(self) -> bool:
         return not self.ended and (self.waits is None or self.waits.ended)
 
-    @property
-    def at_transfer(self) -> bool:
-        return self.started and self.waits is None
-
     def run(self) -> None:
         """Run until it waits, or to its end."""
-        self.started = True
         try:
             self.waits = next(self.launches)
         except StopIteration:
@@ -110,7 +105,7 @@ class _Turns:
         while remaining := [each for each in self._passes if not each.ended]:
             running = self._passes[at]
             filled = filled_pass([each.ahead for each in remaining])
-            if running.at_transfer and filled is not None and remaining[filled] is running:
+            if running.waits is None and filled is not None and remaining[filled] is running:
                 self._keep_at_most(len(self._queue) - 1)
             running.run()
             following = next_pass([each.can_run for each in self._passes], at)

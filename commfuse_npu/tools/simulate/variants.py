@@ -31,8 +31,8 @@
                      waits.  Lone forwards, and work outside of the layers, in Megatron's order
 ``commfuse-fb-memory``  the same with ``--commfuse-fb-overlap-memory``: a forward beside the
                      gradients in plain pipelines, too
-``commfuse-both``    ``--commfuse-fb-overlap`` with ``--use-commfuse``: passes without a partner
-                     have fused layers where these are faster
+``commfuse-both``    ``--commfuse-fb-overlap`` with ``--use-commfuse``: lone forwards have fused
+                     layers where these are faster
 ===================  ============================================================================
 """
 
@@ -72,7 +72,8 @@ class Variant:
         leaves_out: whether a recomputation leaves out the sum of fc2, which no gradient reads.
         beside: for ``passes``, where a forward runs beside gradients: nowhere, except in plain
             pipelines, or everywhere.
-        alone: for ``passes``, the form of a pass without a partner where it is faster.
+        alone: for ``passes``, the form of a launch that switches them off, and of a forward with
+            nothing beside it, where that is faster.
         flags: the options that launch it, empty for Megatron's order; ``None`` if nothing does.
     """
 

@@ -84,15 +84,12 @@ def test_the_verdict_names_the_change_to_the_fastest_form(
     forms = report["forms"]
     used = [form for form in forms if form["used"]]
     assert [form["name"] for form in used] == ([present] if present else [])
-    seconds = {form["name"]: form["seconds"] for form in forms}
-    # Both together have to save one percent of a step.
-    little = 0.99 * seconds["overlap"] <= seconds.get("overlap and fused layers", 0.0)
-    compared = [
-        f for f in forms if f["used"] or not (little and f["name"].startswith("overlap and"))
-    ]
-    best = min((f for f in compared if not f["obstacle"]), key=lambda form: form["seconds"])
-    less = 1 - best["seconds"] / (*used, forms[0])[0]["seconds"]
-    assert best["used"] or f" {less:.1%} less time than" in report["verdict"]
+    named = [form for form in forms if f"with {form['name']} a step" in report["verdict"]] or used
+    shortest = min(form["seconds"] for form in forms if not form["obstacle"])
+    # A further option has to save one percent of a step.
+    assert shortest <= named[0]["seconds"] <= shortest / 0.99
+    less = 1 - named[0]["seconds"] / (*used, forms[0])[0]["seconds"]
+    assert named[0]["used"] or f" {less:.1%} less time than" in report["verdict"]
 
 
 def test_a_form_that_may_need_more_memory_than_there_is_is_named(plan: Plan) -> None:
@@ -107,10 +104,15 @@ def test_a_form_that_may_need_more_memory_than_there_is_is_named(plan: Plan) -> 
     for report, flags in ((tight, ours), (virtual, ours[:1])):
         found = [form["flags"] for form in report["forms"]]
         assert [line for line in found if line.startswith(ours[0])] == [*flags]
+    # A schedule of its own has none either way.
     schedule = plan(f"{stages} --optimize-send-recv-comm")
-    times = [form["seconds"] for form in schedule["forms"][:3]]
-    assert times[1] < times[0]
     assert schedule["forms"][2]["obstacle"] == schedule["notes"][-1].partition(": ")[2]
+    own = plan(f"{stages} --num-virtual-stages-per-pipeline-rank 2 --optimize-send-recv-comm")
+    megatron, longer, shorter = (
+        forms[at]["seconds"]
+        for forms, at in ((own["forms"], 0), (own["forms"], 1), (virtual["forms"], 1))
+    )
+    assert shorter < longer < megatron
 
 
 def test_scripts_start_from_mindspeed_llms_root(tmp_path: Path, monkeypatch) -> None:
