@@ -142,14 +142,14 @@ class _Turns:
         part(own, layer.shape)
         operations = own.finish()
         for index, operation in enumerate(operations):
-            if self._most and "wgrad" in operation.name:
+            of_weight = "wgrad" in operation.name
+            if of_weight and self._most:
                 self._keep_at_most(self._most - 1)
                 self._queue.append(partial(self._place, operation, placed))
                 continue
             awaited = (operations[need] for need in operation.after)
-            if operation.engine == COMPUTE and any(
-                other.engine != COMPUTE and other.name != RING for other in awaited
-            ):
+            transfers = any(other.engine != COMPUTE and other.name != RING for other in awaited)
+            if transfers and operation.engine == COMPUTE and not of_weight:
                 yield None
             placed[index] = self._place(operation, placed)
 
