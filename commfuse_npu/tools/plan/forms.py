@@ -187,7 +187,7 @@ def _costs(
     titles |= {"commfuse": _FUSED, "commfuse-both": _BOTH}
     forms = simulated_forms(figures, training, launch.schedule, against.least)
     if against.own_schedule:
-        forms = tuple(replace(form, beside="nowhere") for form in forms)
+        forms = tuple(replace(form, beside="nowhere") if form.alone else form for form in forms)
     step = Step(figures, training)
     seconds = {form: step.time(form) for form in forms if form.name in titles}
     in_slices = [form for form in seconds if form in COC]

@@ -107,6 +107,7 @@ def test_a_form_that_may_need_more_memory_than_there_is_is_named(plan: Plan) -> 
     # A schedule of its own has none either way.
     schedule = plan(f"{stages} --optimize-send-recv-comm")
     assert schedule["forms"][2]["obstacle"] == schedule["notes"][-1].partition(": ")[2]
+    assert len(schedule["forms"]) == len(tight["forms"])
     own = plan(f"{stages} --num-virtual-stages-per-pipeline-rank 2 --optimize-send-recv-comm")
     megatron, longer, shorter = (
         forms[at]["seconds"]
