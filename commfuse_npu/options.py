@@ -17,7 +17,7 @@ from commfuse_npu.removed import REMOVED, removed
 
 __all__ = [
     "DEFAULTS",
-    "FB_OVERLAP_OPTIONS",
+    "OVERLAP_OPTIONS",
     "LAYERS",
     "OPTIONS",
     "add_arguments",
@@ -137,14 +137,14 @@ OPTIONS: dict[str, Declared] = {
 }
 """``--use-commfuse`` and its options, by the attribute in a namespace."""
 
-FB_OVERLAP_OPTIONS: dict[str, Declared] = {
-    "commfuse_fb_overlap": _option(
+OVERLAP_OPTIONS: dict[str, Declared] = {
+    "commfuse_overlap": _option(
         False,
         "run the forward of a micro-batch beside the backward of another one, each hiding its "
         "transfers behind the other's work; the same bits",
         action="store_true",
     ),
-    "commfuse_fb_overlap_memory": _option(
+    "commfuse_overlap_memory": _option(
         False,
         "allow it in a pipeline without virtual stages, where a stage holds the activations of up "
         "to twice as many micro-batches",
@@ -246,7 +246,7 @@ def schedule_for(
 
 def unknown_option(words: Sequence[str]) -> str:
     """A message about the first unknown or removed option of CommFuse in ``words``; else empty."""
-    names = [option_name(name) for name in (*OPTIONS, *FB_OVERLAP_OPTIONS)]
+    names = [option_name(name) for name in (*OPTIONS, *OVERLAP_OPTIONS)]
     names += [f"--no-{name.removeprefix('--')}" for name in names]
     for word in words:
         name = word.partition("=")[0]

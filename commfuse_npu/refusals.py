@@ -191,7 +191,7 @@ _TABLE: dict[str, dict[str, _Row]] = {
         ),
         "--layerwise-disaggregated-training": "its first pipeline stage does not reduce gradients",
     },
-    "--commfuse-fb-overlap": {
+    "--commfuse-overlap": {
         "--optimization-level": _LEVEL,
         "--moe-fb-overlap": "it overlaps the same forwards and backwards",
         "--schedules-method dualpipev": (_OWN_SCHEDULE, _OTHER_SCHEDULE),
@@ -289,7 +289,7 @@ RECOMPUTED = "selective recomputation runs core attention separately"
 
 UNSPLIT = (
     "without sequence parallelism its all-reduce stays Megatron's, because from three ranks on a "
-    "fused sum may have another order (--sequence-parallel fuses it; --commfuse-fb-overlap hides "
+    "fused sum may have another order (--sequence-parallel fuses it; --commfuse-overlap hides "
     "it with the same bits)"
 )
 """Why a row-parallel layer, and with it attention, is not fused."""

@@ -1,4 +1,4 @@
-"""``--use-commfuse`` and ``--commfuse-fb-overlap`` as a feature of MindSpeed.
+"""``--use-commfuse`` and ``--commfuse-overlap`` as a feature of MindSpeed.
 
 MindSpeed calls the hooks of a feature in this order (read in its sources and run on CPU):
 ``register_args`` on an early parser; ``pre_register_patches`` and ``register_patches`` if a flag
@@ -18,7 +18,7 @@ from typing import Any
 from commfuse_npu.kernels import use_matmul_add
 from commfuse_npu.options import (
     DEFAULTS,
-    FB_OVERLAP_OPTIONS,
+    OVERLAP_OPTIONS,
     OPTIONS,
     add_arguments,
     given_options,
@@ -28,7 +28,7 @@ from mindspeed_patches.fb_overlap.overlapping import Overlapping, plain_pipeline
 from mindspeed_patches.training_options import LaunchSizes, check_options, register_wrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
-_FUSED, _OVERLAPPED = "--use-commfuse", "--commfuse-fb-overlap"
+_FUSED, _OVERLAPPED = "--use-commfuse", "--commfuse-overlap"
 _logger = logging.getLogger(__name__)
 
 
@@ -41,7 +41,7 @@ class CommFuseFeature:
         wrappers: the linear wrappers with their call counts; ``None`` until patches are registered
             for ``--use-commfuse``.
         overlapping: the schedule; ``None`` until patches are registered for
-            ``--commfuse-fb-overlap``.
+            ``--commfuse-overlap``.
     """
 
     feature_name = "use_commfuse"
@@ -57,7 +57,7 @@ class CommFuseFeature:
     def register_args(self, parser: argparse.ArgumentParser) -> None:
         """Declare options; called on the early parser and on Megatron's."""
         group = parser.add_argument_group(title="commfuse")
-        add_arguments(group, OPTIONS | FB_OVERLAP_OPTIONS)
+        add_arguments(group, OPTIONS | OVERLAP_OPTIONS)
         group.set_defaults(**DEFAULTS)
 
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
@@ -108,10 +108,10 @@ class CommFuseFeature:
         check_compatible(args, _OVERLAPPED)
         stages = getattr(args, "pipeline_model_parallel_size", None) or 1
         plain = getattr(args, "virtual_pipeline_model_parallel_size", None) is None
-        if stages > 1 and plain and not getattr(args, "commfuse_fb_overlap_memory", None):
+        if stages > 1 and plain and not getattr(args, "commfuse_overlap_memory", None):
             raise IncompatibleOptionsError(
-                f"--commfuse-fb-overlap: {plain_pipeline_memory(stages)}; add "
-                "--commfuse-fb-overlap-memory to allow that, or use virtual stages, where it is "
+                f"--commfuse-overlap: {plain_pipeline_memory(stages)}; add "
+                "--commfuse-overlap-memory to allow that, or use virtual stages, where it is "
                 "one model chunk more"
             )
 
@@ -123,7 +123,7 @@ class CommFuseFeature:
 
 def _flags(args: argparse.Namespace) -> list[str]:
     """Those of the two flags that are given."""
-    attributes = {_FUSED: "use_commfuse", _OVERLAPPED: "commfuse_fb_overlap"}
+    attributes = {_FUSED: "use_commfuse", _OVERLAPPED: "commfuse_overlap"}
     return [flag for flag, name in attributes.items() if getattr(args, name, None)]
 
 

@@ -39,7 +39,7 @@ class Worker:
         Collective. If the training diverges, the outcome has the error.
 
         Args:
-            form: of the layers, as in ``compare``. ``--commfuse-fb-overlap`` runs forwards beside
+            form: of the layers, as in ``compare``. ``--commfuse-overlap`` runs forwards beside
                 backwards in any form that is not compared.
         """
         if not parallel_state.model_parallel_is_initialized():
@@ -57,7 +57,7 @@ class Worker:
                 wrappers, _ = undone.enter_context(layers)
             model_parallel_cuda_manual_seed(args.seed)
             training = Training(args, corpus, log)
-            if form == "overlap" or (args.commfuse_fb_overlap and not args.compare):
+            if form == "overlap" or (args.commfuse_overlap and not args.compare):
                 overlapping = Overlapping(order_log=args.commfuse_order_log)
                 wrap = overlapping.get_forward_backward_func_wrapper
                 training.forward_backward = wrap(get_forward_backward_func)()

@@ -61,10 +61,10 @@ def test_overlap_wraps_schedules_and_checkpoints_unless_refused() -> None:
     parser = argparse.ArgumentParser()
     feature.register_args(parser)
     assert not feature.is_need_apply(parser.parse_args([]))
-    args = parser.parse_args(["--commfuse-fb-overlap", "--commfuse-order-log", "a folder"])
+    args = parser.parse_args(["--commfuse-overlap", "--commfuse-order-log", "a folder"])
     assert feature.is_need_apply(args)
     feature.register_patches(manager, args)
-    pipeline = {"commfuse_fb_overlap": True, "pipeline_model_parallel_size": 4}
+    pipeline = {"commfuse_overlap": True, "pipeline_model_parallel_size": 4}
     wrapped = {path.rpartition("tensor_parallel.")[2] for path in manager._wrappers}
     assert wrapped == {
         "megatron.core.pipeline_parallel.schedules.get_forward_backward_func",
@@ -72,9 +72,9 @@ def test_overlap_wraps_schedules_and_checkpoints_unless_refused() -> None:
         "layers.RowParallelLinear.forward",
     }
     assert getattr(feature.overlapping, "_order_log", None) == "a folder"
-    for more in ({"commfuse_fb_overlap_memory": 1}, {"virtual_pipeline_model_parallel_size": 2}):
+    for more in ({"commfuse_overlap_memory": 1}, {"virtual_pipeline_model_parallel_size": 2}):
         feature.validate_args(names(**pipeline, **more))
-    with pytest.raises(IncompatibleOptionsError, match="instead of 4; add --commfuse-fb-overlap-m"):
+    with pytest.raises(IncompatibleOptionsError, match="instead of 4; add --commfuse-overlap-m"):
         feature.validate_args(names(**pipeline))
     for option, name, value in (
         ("--use-nanopipe", "use_nanopipe", True),

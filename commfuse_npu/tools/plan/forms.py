@@ -24,7 +24,7 @@ from commfuse_npu.tools.plan.obstacles import Judged, Obstacles, obstacles
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, FB_OVERLAP_MEMORY, FORMS, MEGATRON
+from commfuse_npu.tools.simulate.variants import COC, OVERLAP, OVERLAP_MEMORY, FORMS, MEGATRON
 from commfuse_npu.tools.simulate.variants import forms as simulated_forms
 from commfuse_npu.tools.terminal import table_row
 
@@ -33,7 +33,7 @@ _LITTLE = 0.01
 _FUSED, _BOTH = "fused layers", "overlap and fused layers"
 _EXCLUSIVE = {
     *("--use-ascend-coc", "--coc-fused-kernel", "--use-ascend-mc2"),
-    *("--use-commfuse", "--commfuse-fb-overlap", "--commfuse-fb-overlap-memory"),
+    *("--use-commfuse", "--commfuse-overlap", "--commfuse-overlap-memory"),
 }
 """Options that choose a form.  Transfers inside of CoC's and MC2's operators leave nothing to
 overlap, and MindSpeed refuses CoC with MC2."""
@@ -203,7 +203,7 @@ def _forms(
     launch: AskedLaunch, costs: Mapping[str, tuple[float, float]], against: Obstacles
 ) -> Iterator[Form]:
     options, plain = launch.options, _in_plain_pipeline(launch)
-    (overlap, flags), (more, more_flags) = FORMS[FB_OVERLAP], FORMS[FB_OVERLAP_MEMORY]
+    (overlap, flags), (more, more_flags) = FORMS[OVERLAP], FORMS[OVERLAP_MEMORY]
     megatron, _ = FORMS[MEGATRON]
     rows = {megatron: ("", ""), overlap: (flags, against.overlap)}
     if plain:
@@ -285,7 +285,7 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
     if against.own_schedule:
         notes.append(f"no forward runs beside gradients: {against.own_schedule}")
     elif against.paired is not None and not against.overlap:
-        _, flags = FORMS[FB_OVERLAP_MEMORY if _in_plain_pipeline(launch) else FB_OVERLAP]
+        _, flags = FORMS[OVERLAP_MEMORY if _in_plain_pipeline(launch) else OVERLAP]
         beside = f"{against.paired:.0%} of a stage's forwards run beside gradients"
         notes.append(f"with {flags} {beside}")
     return LaunchPlan(

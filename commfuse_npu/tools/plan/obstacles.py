@@ -36,7 +36,7 @@ class Obstacles(NamedTuple):
         layers: each kind of linear layer, and its forward with ``--use-commfuse`` if nothing
             refuses the flag.
         fused: why ``--use-commfuse`` would be refused; empty if it would not.
-        overlap: why ``--commfuse-fb-overlap`` would be refused or would do nothing; empty if
+        overlap: why ``--commfuse-overlap`` would be refused or would do nothing; empty if
             neither.
         own_schedule: why no forward can run beside the gradients of another micro-batch, whatever
             their number; empty if one can.
@@ -144,7 +144,7 @@ def _overlap(launch: AskedLaunch) -> tuple[str, str, float | None]:
     sizes = config.tensor_model_parallel_size, config.context_parallel_size
     if max(*sizes, size_of(options, "expert-model")) == 1:
         return "no tensor, expert or context parallelism, so nothing to hide", "", None
-    refused = _refused("--commfuse-fb-overlap", options)
+    refused = _refused("--commfuse-overlap", options)
     schedules = [reason for reason in refused if reason.split()[0].strip(":") in _SCHEDULES]
     others = [reason for reason in refused if reason not in schedules]
     return "; ".join(others), "; ".join(schedules), _paired(options, config)

@@ -17,7 +17,7 @@ from commfuse_npu.tools.simulate.group import simulate
 from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.passes import Layers, take_turns
 from commfuse_npu.tools.simulate.training import Kind, Training
-from commfuse_npu.tools.simulate.variants import FB_OVERLAP, Variant
+from commfuse_npu.tools.simulate.variants import OVERLAP, Variant
 
 KINDS: tuple[Kind, ...] = ("none", "dense", "experts")
 """In the order of a model."""
@@ -153,7 +153,7 @@ def _in_turns(machine: Machine, chunk: tuple[Layers, ...], *passes: Any) -> _Cos
     longest = max(chunk, key=lambda layers: layers.number)
     if longest.number <= _MOST:
         ranks = longest.shape.ranks
-        return _cost(machine, ranks, FB_OVERLAP, take_turns, chunk, *passes)
+        return _cost(machine, ranks, OVERLAP, take_turns, chunk, *passes)
     at = chunk.index(longest)
     costs = (
         _in_turns(machine, (*chunk[:at], longest._replace(number=n), *chunk[at + 1 :]), *passes)

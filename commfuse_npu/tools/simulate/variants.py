@@ -25,13 +25,13 @@
                      (:mod:`commfuse_npu.hardware.machine`); so do layers with few rows
 ``commfuse-tuned``   the same with the fastest chunks for each operation, as batches or as
                      collectives, or Megatron's order: what ``--commfuse-tuning on`` searches
-``commfuse-fb``      ``--commfuse-fb-overlap``: passes take turns at their transfers
+``commfuse-fb``      ``--commfuse-overlap``: passes take turns at their transfers
                      (:mod:`commfuse_npu.tools.simulate.passes`): the forward of another micro-batch
                      (in plain pipelines never), gradients, recomputation; weight gradients fill
                      waits.  Lone forwards, and work outside of the layers, in Megatron's order
-``commfuse-fb-memory``  the same with ``--commfuse-fb-overlap-memory``: a forward beside the
+``commfuse-fb-memory``  the same with ``--commfuse-overlap-memory``: a forward beside the
                      gradients in plain pipelines, too
-``commfuse-both``    ``--commfuse-fb-overlap`` with ``--use-commfuse``: lone forwards have fused
+``commfuse-both``    ``--commfuse-overlap`` with ``--use-commfuse``: lone forwards have fused
                      layers where these are faster
 ===================  ============================================================================
 """
@@ -108,24 +108,24 @@ COC = tuple(
 )
 COC_FUSED = Variant("coc-fused", "kernel", flags="--use-ascend-coc --coc-fused-kernel")
 MC2 = Variant("mc2", "mc2", flags="--use-ascend-mc2")
-FB_OVERLAP = Variant(
+OVERLAP = Variant(
     "commfuse-fb",
     "passes",
     alone=replace(MEGATRON, leaves_out=True, flags=None),
-    flags="--commfuse-fb-overlap",
+    flags="--commfuse-overlap",
 )
-FB_OVERLAP_MEMORY = replace(
-    FB_OVERLAP,
+OVERLAP_MEMORY = replace(
+    OVERLAP,
     name="commfuse-fb-memory",
     beside="everywhere",
-    flags="--commfuse-fb-overlap --commfuse-fb-overlap-memory",
+    flags="--commfuse-overlap --commfuse-overlap-memory",
 )
 FORMS = {
     form: (title, form.flags or "")
     for form, title in (
         (MEGATRON, "Megatron's order"),
-        (FB_OVERLAP, "overlap"),
-        (FB_OVERLAP_MEMORY, "overlap, more in flight"),
+        (OVERLAP, "overlap"),
+        (OVERLAP_MEMORY, "overlap, more in flight"),
         *((form, f"CoC in {form.way} slices") for form in COC),
         (COC_FUSED, "CoC's kernel"),
         (MC2, "MC2"),
@@ -170,9 +170,9 @@ def forms(
             f"a tensor-parallel group of {tp} spans nodes of {machine.npus_per_node} NPUs; choose "
             f"at most {machine.npus_per_node}"
         )
-    ways, overlapped = [REFERENCE, MEGATRON], [FB_OVERLAP]
+    ways, overlapped = [REFERENCE, MEGATRON], [OVERLAP]
     if training.layout.pp > 1 and training.layout.vpp == 1:
-        overlapped.append(FB_OVERLAP_MEMORY)
+        overlapped.append(OVERLAP_MEMORY)
     if tp > 1 and shape.sequence_parallel:
         usual = schedule or Schedule(
             default_shape(tp), chunks=default_chunks(tp, rows, shape.hidden)
@@ -185,10 +185,10 @@ def forms(
         if launched.kind == "fused":
             overlapped.append(
                 replace(
-                    FB_OVERLAP,
+                    OVERLAP,
                     name="commfuse-both",
                     alone=launched,
-                    flags=f"{launched.flags} {FB_OVERLAP.flags}",
+                    flags=f"{launched.flags} {OVERLAP.flags}",
                 )
             )
     return (*ways, *overlapped, COMPUTE_ONLY)

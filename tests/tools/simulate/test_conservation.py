@@ -20,7 +20,7 @@ from commfuse_npu.tools.simulate.launches import (
 )
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import side_by_side
-from commfuse_npu.tools.simulate.variants import FB_OVERLAP
+from commfuse_npu.tools.simulate.variants import OVERLAP
 from tests.tools.simulate.machines import check_timeline, ideal, variants
 
 MACHINE = ideal(
@@ -50,7 +50,7 @@ def test_every_timeline_holds_and_one_rank_stands_for_all(
     machine = replace(MACHINE, inside=inside, batched=batched)
     if over_nics:
         machine = replace(machine, between=Level(topology, 1.0e10, 2.0e-5), npus_per_node=2)
-    choices = [*variants(size - 1), FB_OVERLAP]
+    choices = [*variants(size - 1), OVERLAP]
 
     def timeline(whole: bool | None) -> Simulated:
         build, variant = getattr(llama, part), choices[number % len(choices)]

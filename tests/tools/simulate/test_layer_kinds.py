@@ -22,7 +22,7 @@ from commfuse_npu.tools.simulate.passes import Layers, take_turns
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
-    FB_OVERLAP,
+    OVERLAP,
     MEGATRON,
     REFERENCE,
     Variant,
@@ -234,7 +234,7 @@ def test_passes_hide_exchanges_of_tokens_and_heads_but_not_a_ring(
     machine = ideal(cube_flops=2e3)
     layer = Layers(shape, 1)
     in_turns = partial(take_turns, chunk=[layer], forward=True, backward=True)
-    together = seconds(FB_OVERLAP, in_turns, 1, machine)
+    together = seconds(OVERLAP, in_turns, 1, machine)
     free, plain = (
         sum(
             seconds(variant, partial(part, shape=shape), 1, machine)

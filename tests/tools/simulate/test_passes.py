@@ -20,7 +20,7 @@ from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.passes import Layers, take_turns
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.step import Step
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, FB_OVERLAP, MEGATRON
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, OVERLAP, MEGATRON
 from scripts.evidence.layers import layer
 from tests.tools.simulate.machines import check_timeline, ideal
 
@@ -120,7 +120,7 @@ def test_passes_take_as_long_as_the_rule_says(
     parts = Layers(shape, recomputed, True), Layers(shape, layers - recomputed)
     links = Links(ideal(cube_flops=flops), RANKS)
     build = partial(take_turns, chunk=parts, forward=beside, backward=True)
-    simulated = simulate(links, FB_OVERLAP, build)
+    simulated = simulate(links, OVERLAP, build)
     check_timeline(simulated)
     expected = seconds_by_the_rule(layers, recomputed, beside, split, flops)
     assert simulated.seconds == pytest.approx(expected)
@@ -135,7 +135,7 @@ def test_passes_launch_what_megatron_launches_but_the_last_sums_of_recomputation
     in_turns = partial(take_turns, chunk=chunk, forward=True, backward=True)
     ours, plain = (
         Counter(op.name for op in simulate(Links(ideal(), RANKS), form, build).launches[0])
-        for form, build in ((FB_OVERLAP, in_turns), (MEGATRON, in_order))
+        for form, build in ((OVERLAP, in_turns), (MEGATRON, in_order))
     )
     assert plain - ours == {"fc2": 2, "fc2 scatter": 2}
     assert (ours - plain).keys() == {"hand over"}
@@ -149,8 +149,8 @@ def test_layers_take_hardly_longer_than_their_computation_or_their_transfers(nam
     machine = replace(machine, transfer_slowdown=0.0, launch_overhead=0.0, inside=inside)
     for model, tp, tokens in product(("llama2_7b", "llama3_8b"), (2, 8), (4096, 32768)):
         step = Step(machine, replace(layer(model, tp, tokens), recomputes=True))
-        kept = Step(machine, layer(model, tp, tokens)).chunk(FB_OVERLAP, 0).pair
-        full, shape = step.chunk(FB_OVERLAP, 0), step.training.shape
+        kept = Step(machine, layer(model, tp, tokens)).chunk(OVERLAP, 0).pair
+        full, shape = step.chunk(OVERLAP, 0), step.training.shape
         forward, backward, again = step.layer_time(COMPUTE_ONLY)
         again -= machine.gemm(tokens, shape.feed_forward // tp, shape.hidden)
         transfer = collective_seconds(Links(machine, tp), shape.block * shape.row_bytes)

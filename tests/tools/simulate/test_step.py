@@ -20,8 +20,8 @@ from commfuse_npu.tools.simulate.training import Layout, training
 from commfuse_npu.tools.simulate.variants import (
     COC,
     COMPUTE_ONLY,
-    FB_OVERLAP,
-    FB_OVERLAP_MEMORY,
+    OVERLAP,
+    OVERLAP_MEMORY,
     MEGATRON,
     REFERENCE,
     Variant,
@@ -111,7 +111,7 @@ def test_a_host_that_is_ahead_lengthens_no_exchange_of_another_group() -> None:
     assert len({Step(host, job).layer_time(MEGATRON) for host in hosts}) == 1
 
 
-@pytest.mark.parametrize("form", [MEGATRON, FB_OVERLAP], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [MEGATRON, OVERLAP], ids=lambda form: form.name)
 def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(form: Variant) -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, micro_batch=1, micro_batches=4)
     step = Step(SERVER.machine(), job)
@@ -134,8 +134,8 @@ def test_gradients_that_are_reduced_in_the_last_backward_do_not_wait() -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 2, 1), 16384, micro_batch=1, micro_batches=4)
     steps = [Step(SERVER.machine(), replace(job, overlaps=(on, False))) for on in (True, False)]
     with mock.patch.object(Step, "_buckets", return_value=(0.0, 0.0)):
-        late, early = (step.time(FB_OVERLAP) for step in steps)
-    last, backward = steps[0].layer_time(MEGATRON).backward, steps[1].chunk(FB_OVERLAP, 0).backward
+        late, early = (step.time(OVERLAP) for step in steps)
+    last, backward = steps[0].layer_time(MEGATRON).backward, steps[1].chunk(OVERLAP, 0).backward
     assert late - early == pytest.approx(LAYERS * last - backward)
     assert late > early
 
@@ -143,8 +143,8 @@ def test_gradients_that_are_reduced_in_the_last_backward_do_not_wait() -> None:
 def test_a_launch_runs_in_order_where_its_host_is_the_limit_without_what_nothing_reads() -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 4096, micro_batches=4, recomputes=True)
     step = Step(SERVER.launching(1e-2).machine(), job)
-    assert FB_OVERLAP.alone is not None
-    assert step.time(FB_OVERLAP) == step.time(FB_OVERLAP.alone) < step.time(MEGATRON)
+    assert OVERLAP.alone is not None
+    assert step.time(OVERLAP) == step.time(OVERLAP.alone) < step.time(MEGATRON)
 
 
 def test_transfers_between_stages_and_recomputed_forwards_lengthen_a_pipeline() -> None:
@@ -200,7 +200,7 @@ def test_every_size_divides_what_it_should(sizes: tuple[int, int, int, int]) -> 
 
 
 def test_passes_hold_two_recomputed_layers_and_the_operands_of_four_weight_gradients() -> None:
-    def more(recomputes: bool, form: Variant = FB_OVERLAP, stages: int = 4) -> float:
+    def more(recomputes: bool, form: Variant = OVERLAP, stages: int = 4) -> float:
         layout = Layout(8, 1, 1, stages)
         ours, plain = (memory(layout, of, recomputes) for of in (form, MEGATRON))
         return ours.activations - plain.activations
@@ -213,7 +213,7 @@ def test_passes_hold_two_recomputed_layers_and_the_operands_of_four_weight_gradi
     assert more(recomputes=True, stages=LAYERS) == pytest.approx(operands)
     # Of the first of four stages, 7 and a part of one more micro-batch instead of 4.
     in_flight = 4 * LAYERS / 4 * layer
-    with_forwards = more(recomputes=False, form=FB_OVERLAP_MEMORY)
+    with_forwards = more(recomputes=False, form=OVERLAP_MEMORY)
     assert with_forwards == pytest.approx(operands + in_flight)
 
 
