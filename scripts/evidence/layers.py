@@ -7,8 +7,8 @@ Times are shares of those with blocking collectives.  The last is a layer withou
 Who is ahead is counted a second time with deterministic sums of HCCL, as ours are.  The table of
 docs/simulate.md is one minus some of these shares.
 
-A last table counts for whole steps of forward-backward, whose first forward and last backward have
-no partner, with hosts that take 15, 55 and 118 us for a launch.
+A last table counts for the layers of whole steps, whose first forward and last backward have no
+partner, with hosts that take 15, 55 and 118 us for a launch.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import math
 import multiprocessing
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -26,10 +26,10 @@ from pathlib import Path
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.step import LayerTime, Step
+from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.timed import CORNERS
 from commfuse_npu.tools.simulate.training import Layout, Training, training
-from commfuse_npu.tools.simulate.variants import COC, REFERENCE, forms
+from commfuse_npu.tools.simulate.variants import COC, REFERENCE, Variant, forms
 from commfuse_npu.tools.terminal import table_head, table_row
 
 _MACHINES = ("ascend_910b_server", "ascend_910c_supernode")
@@ -42,7 +42,7 @@ _RIVALS = ("coc", "coc-fused", "mc2", "megatron")
 _STEP_FORMS = ("commfuse", *_RIVALS)
 _HOSTS = (15, 55, 118)
 """Microseconds of host time per launch."""
-_MICRO_BATCHES = (8, 32)
+_MICRO_BATCHES = (1, 8, 32)
 
 Shares = dict[str, float]
 """Share of the time with blocking collectives, by form; of whole steps, seconds by form."""
@@ -52,39 +52,46 @@ description, typical figures first; ``ordered`` are typical, with HCCL's sums in
 
 
 def layer(model: str, tp: int, sequence: int) -> Training:
-    """A training of one layer with one sequence."""
+    """A training with one sequence and no pipeline."""
     described, sizes = ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1)
     return training(described, sizes, sequence, micro_batch=1, micro_batches=1)
 
 
 def _times(
-    hardware: Hardware, setup: Training, corners: int, *, tuned: bool
-) -> list[dict[str, LayerTime]]:
-    """Times by form at so many corners of a description; ``coc`` is its fastest slices."""
+    hardware: Hardware,
+    setup: Training,
+    seconds: Callable[[Step, Variant], float],
+    corners: int = len(CORNERS),
+    *,
+    tuned: bool = False,
+) -> list[dict[str, float]]:
+    """Seconds by form at so many corners of a description; ``coc`` is its fastest slices."""
     variants = [form for form in forms(hardware.machine(), setup) if tuned or not form.tuned]
     result = []
     for corner in CORNERS[:corners]:
         step = Step(hardware.machine(*corner), setup)
-        times = {form.name: step.layer_time(form) for form in variants}
-        slices = [times.pop(form.name) for form in COC]
-        runs = 1 + setup.recomputes
-        times["coc"] = min(slices, key=lambda time: runs * time.forward + time.backward)
+        times = {form.name: seconds(step, form) for form in variants}
+        times["coc"] = min(times.pop(form.name) for form in COC)
         result.append(times)
     return result
+
+
+def _in_the_middle(step: Step, form: Variant) -> float:
+    """Seconds of the layers of a forward and a backward; a launch keeps the faster order."""
+    seconds = step.chunk(form, 0).repeated
+    return seconds if form.alone is None else min(seconds, _in_the_middle(step, form.alone))
 
 
 def shares(
     hardware: Hardware, setup: Training, corners: int = len(CORNERS), *, tuned: bool = True
 ) -> list[Shares]:
-    """Simulate a layer at so many corners of a description; tuned forms take most of the time."""
-    return [
-        {name: time.seconds / times[REFERENCE.name].seconds for name, time in times.items()}
-        for times in _times(hardware, setup, corners, tuned=tuned)
-    ]
+    """Simulate layers at so many corners of a description; tuned forms take most of the time."""
+    times = _times(hardware, setup, _in_the_middle, corners, tuned=tuned)
+    return [{name: seconds / at[REFERENCE.name] for name, seconds in at.items()} for at in times]
 
 
 def point(machine: str, model: str, tp: int, sequence: int, hosts: Sequence[int]) -> Point:
-    """Simulate a layer, and steps without a pipeline in untuned forms that can be launched.
+    """Simulate a layer, and the layers of whole steps.
 
     Args:
         hosts: microseconds of host time per launch, of the steps.
@@ -92,23 +99,13 @@ def point(machine: str, model: str, tp: int, sequence: int, hosts: Sequence[int]
     hardware, setup = Hardware.load(find_config(machine, "hardware")), layer(model, tp, sequence)
     ordered = shares(replace(hardware, deterministic=True), setup, 1)
     result: Point = {"layer": shares(hardware, setup), "ordered": ordered}
-    for host, recomputes in product(hosts, (False, True)):
-        setup, slower = replace(setup, recomputes=recomputes), hardware.launching(host * 1e-6)
-        times = _times(slower, setup, len(CORNERS), tuned=False)
-        for count in _MICRO_BATCHES:
-            title = f"{host} us, {count} micro-batches{', recomputed' * recomputes}"
-            result[title] = [
-                {name: _length(time, count, recomputes) for name, time in at.items()}
-                for at in times
-            ]
+    for host, recomputes, count in product(hosts, (False, True), _MICRO_BATCHES):
+        batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+        title = f"{host} us, {batches}{', recomputed' if recomputes else ''}"
+        step = training(setup.model, setup.layout, micro_batches=count, recomputes=recomputes)
+        slower = hardware.launching(host * 1e-6)
+        result[title] = _times(slower, step, Step.layers)
     return result
-
-
-def _length(time: LayerTime, micro_batches: int, recomputes: bool) -> float:
-    """Seconds of a step per layer and micro-batch."""
-    alone = time.alone + recomputes * time.forward
-    paired = alone if time.pair is None else time.pair[0]
-    return alone + (paired - alone) * (micro_batches - 1) / micro_batches
 
 
 # ------------------------------------------------------------------------ Markdown

@@ -14,7 +14,7 @@ from tests.launchers.launching import started
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 RESULTS = {
-    "forward_backward_overlap": r"5 pairs, 40 transfers .*\n.*the same bits on 2 ranks: True",
+    "forward_backward_overlap": r"6 runs, 48 transfers .*\n.*the same bits on 2 ranks: True",
     "own_program": r"the product of an all-gather: True; .*",
     "tp_mlp": r"losses .*; fused and plain have the same bits on 2 ranks: True",
 }

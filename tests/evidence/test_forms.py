@@ -54,7 +54,7 @@ def test_every_form_computes_the_same(rank: int) -> None:
     # Passes that take turns have Megatron's bits.
     worker.set_up("micro-batches", _scale(worker.size), None)
     assert worker.check("fb-overlap") == 0
-    assert worker._forms["fb-overlap"]._overlap.orders
+    assert worker._forms["fb-overlap"]._overlap.runs
     assert worker.round(["fb-overlap"])[0].total > 0
     # With GEMMs that sleep.
     worker.set_up("mlp", _scale(worker.size), 1e6)

@@ -1,6 +1,8 @@
 """Compares the forms of one launch: CommFuse's, its rivals' and Megatron's order."""
 
-from collections.abc import Iterator, Mapping
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from commfuse_npu.tools.plan.launch import (
     NotSimulated,
     form_of,
     in_use,
+    model_chunks,
     roughly,
     size_of,
     training_of,
@@ -21,11 +24,13 @@ from commfuse_npu.tools.plan.obstacles import Judged, Obstacles, obstacles
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import COC, FORMS, MEGATRON, OVERLAP
+from commfuse_npu.tools.simulate.variants import COC, FORMS, MEGATRON, OVERLAP, OVERLAP_MEMORY
 from commfuse_npu.tools.simulate.variants import forms as simulated_forms
 from commfuse_npu.tools.terminal import table_row
 
-_FUSED = "fused layers"
+_LITTLE = 0.01
+"""Share of a step that a further option has to save."""
+_FUSED, _BOTH = "fused layers", "overlap and fused layers"
 _EXCLUSIVE = {
     *("--use-ascend-coc", "--coc-fused-kernel", "--use-ascend-mc2"),
     *("--use-commfuse", "--commfuse-overlap", "--commfuse-overlap-memory"),
@@ -34,8 +39,9 @@ _EXCLUSIVE = {
 overlap, and MindSpeed refuses CoC with MC2."""
 _LEGEND = (
     "Time and memory (of the fullest rank, with the buffers of transfers and communicators): "
-    "simulated at typical figures. Forward-backward overlap includes the micro-batches without a "
-    "partner, which run in Megatron's order. Not checked: whether CoC and MC2 support this launch."
+    "simulated at typical figures. Overlap: the forward of another micro-batch, gradients, "
+    "recomputation and weight gradients hide each other's transfers; a lone forward runs in "
+    "Megatron's order, or with fused layers. Not checked: whether CoC and MC2 support this launch."
 )
 
 
@@ -58,6 +64,16 @@ class Form(NamedTuple):
     mebibytes: float | None
     obstacle: str = ""
     used: bool = False
+
+    def saves_little(self, others: Sequence[Form]) -> bool:
+        """Whether one with a part of these options takes hardly longer."""
+        options = set(self.flags.split())
+        return any(
+            {*other.flags.split()} < options
+            and (other.seconds or 0.0) * (1 - _LITTLE) <= (self.seconds or 0.0)
+            for other in others
+            if other.flags
+        )
 
 
 class LaunchPlan(NamedTuple):
@@ -89,8 +105,9 @@ class LaunchPlan(NamedTuple):
         """
         possible = [form for form in self.forms if not form.obstacle]
         timed = [form for form in possible if form.seconds is not None]
-        if timed:
-            return min(timed, key=lambda form: form.seconds or 0.0)
+        worth = [form for form in timed if form.used or not form.saves_little(timed)]
+        if worth:
+            return min(worth, key=lambda form: (form.seconds, not form.used))
         fuses = not all(layer.reason for layer in self.layers)
         addable = (form for form in possible if form.flags and not form.without)
         return next((form for form in addable if form.name != _FUSED or fuses), None)
@@ -150,13 +167,13 @@ class LaunchPlan(NamedTuple):
 
 
 def _costs(
-    launch: AskedLaunch, training: Training, hardware: Hardware, least: int
+    launch: AskedLaunch, training: Training, hardware: Hardware, against: Obstacles
 ) -> dict[str, tuple[float, float]]:
     """Seconds of a step and MiB at typical figures, by form.
 
     Returns:
         By title: :data:`FORMS`, with CoC only in its fastest number of slices and in that of the
-        launch, and :data:`_FUSED` as ``--use-commfuse`` would run it.
+        launch, and those with ``--use-commfuse`` as it would run.
 
     Raises:
         PlanError: the options form no valid schedule.
@@ -166,8 +183,11 @@ def _costs(
     node = min(hardware.npus_per_node, launch.config.npus_per_node)
     if node < tp:
         raise NotSimulated(f"a group of {tp} spans nodes of {node} NPUs")
-    titles = {form.name: title for form, (title, _) in FORMS.items()} | {"commfuse": _FUSED}
-    forms = simulated_forms(figures, training, launch.schedule, least)
+    titles = {form.name: title for form, (title, _) in FORMS.items()}
+    titles |= {"commfuse": _FUSED, "commfuse-both": _BOTH}
+    forms = simulated_forms(figures, training, launch.schedule, against.least)
+    if against.own_schedule:
+        forms = tuple(replace(form, beside="nowhere") if form.alone else form for form in forms)
     step = Step(figures, training)
     seconds = {form: step.time(form) for form in forms if form.name in titles}
     in_slices = [form for form in seconds if form in COC]
@@ -182,28 +202,44 @@ def _costs(
 def _forms(
     launch: AskedLaunch, costs: Mapping[str, tuple[float, float]], against: Obstacles
 ) -> Iterator[Form]:
-    options = launch.options
-    virtual = any(name.startswith("--num-") and "virtual" in name for name in options.names)
-    stages = launch.config.pipeline_model_parallel_size
-    (megatron, _), (overlap, flags) = FORMS[MEGATRON], FORMS[OVERLAP]
-    if stages > 1 and not virtual:
-        flags += " --commfuse-overlap-memory"
-    rows = {
-        megatron: ("", ""),
-        overlap: (flags, against.overlap),
-        _FUSED: ("--use-commfuse", against.fused),
+    options, plain = launch.options, _needs_memory(launch)
+    (overlap, flags), (more, more_flags) = FORMS[OVERLAP], FORMS[OVERLAP_MEMORY]
+    megatron, _ = FORMS[MEGATRON]
+    rows = {megatron: ("", ""), overlap: (flags, against.overlap)}
+    if plain:
+        rows[more] = (more_flags, against.overlap or against.own_schedule)
+    rows[_FUSED] = ("--use-commfuse", against.fused)
+    if _BOTH in costs and not (against.fused or against.overlap):
+        rows[_BOTH] = (f"--use-commfuse {flags}", "")
+    rows |= {
+        title: (flags, "") for title, flags in FORMS.values() if title in {*costs} - {*rows, more}
     }
-    rows |= {title: (flags, "") for title, flags in FORMS.values() if title in {*costs} - {*rows}}
     running, _ = FORMS[form_of(options)]
-    if running == megatron and "--use-commfuse" in options:
-        running = _FUSED
+    if running == more and not plain:
+        running = overlap
+    if "--use-commfuse" in options:
+        fused = {megatron: _FUSED, overlap: _BOTH}.get(running, running)
+        running = fused if fused in rows else running
     for title, (flags, obstacle) in rows.items():
         seconds, mebibytes = costs.get(title, (None, None))
         used = bool(flags) and title == running and in_use(options, flags)
-        # A launch can have both: pairs of micro-batches then take the place of fused layers.
-        kept = {*flags.split(), *(["--use-commfuse"] if title == overlap else [])}
+        # Passes with a partner have Megatron's layers, and the others may have fused ones.
+        kept = {*flags.split(), *(["--use-commfuse"] if title in (overlap, more) else [])}
         without = " ".join(sorted(_EXCLUSIVE.intersection(options.names) - kept))
         yield Form(title, flags, without, seconds, mebibytes, obstacle, used)
+
+
+def _needs_memory(launch: AskedLaunch) -> bool:
+    """Whether forwards run beside gradients only with the option for memory: in a pipeline that is
+    not interleaved, unless all layers are recomputed."""
+    options, stages = launch.options, launch.config.pipeline_model_parallel_size
+    if stages == 1 or model_chunks(options, stages) > 1:
+        return False
+    if options.text("--recompute-granularity") != "full":
+        return True
+    layers = -(-launch.config.num_layers // stages)
+    block = options.text("--recompute-method") == "block"
+    return block and options.number("--recompute-num-layers", 1) < layers
 
 
 def _layout(launch: AskedLaunch) -> str:
@@ -247,15 +283,18 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
     costs, about = {}, roughly(launch.options)
     try:
         if not wrong:
-            costs = _costs(launch, training_of(launch), hardware, against.least)
+            costs = _costs(launch, training_of(launch), hardware, against)
     except PlanError:
         raise
     except ValueError as error:
         about = [f"no form is simulated: {error}"]
     notes = [*launch.command.notes, *about, *against.notes]
-    if against.paired is not None and not against.overlap:
-        beside = f"{against.paired:.0%} of a stage's forwards run beside a backward"
-        notes.append(f"with --commfuse-overlap {beside}")
+    if against.own_schedule:
+        notes.append(f"no forward runs beside gradients: {against.own_schedule}")
+    elif against.paired is not None and not against.overlap:
+        _, flags = FORMS[OVERLAP_MEMORY if _needs_memory(launch) else OVERLAP]
+        beside = f"{against.paired:.0%} of a stage's forwards run beside gradients"
+        notes.append(f"with {flags} {beside}")
     return LaunchPlan(
         launch.name,
         _layout(launch),

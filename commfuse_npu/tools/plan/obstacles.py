@@ -17,6 +17,7 @@ from commfuse_npu.options import keeps_short_blocks, option_name
 from commfuse_npu.plan import min_rows_to_fuse
 from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.refusals import (
+    BESIDE,
     EXPERTS,
     RECOMPUTED,
     REFUSALS_OF,
@@ -36,10 +37,12 @@ class Obstacles(NamedTuple):
         layers: each kind of linear layer, and its forward with ``--use-commfuse`` if nothing
             refuses the flag.
         fused: why ``--use-commfuse`` would be refused; empty if it would not.
-        overlap: why ``--commfuse-overlap`` would be refused, would do nothing, or would pair
-            less than half of a stage's micro-batches; empty if none of these.
-        paired: the smallest share of a stage's forwards that run beside a backward; ``None`` if
-            there is nothing to pair or no schedule.
+        overlap: why ``--commfuse-overlap`` would be refused or would do nothing; empty if
+            neither.
+        own_schedule: why no forward can run beside the gradients of another micro-batch, whatever
+            their number; empty if one can.
+        paired: the smallest share of a stage's forwards for which there is a backward to run
+            beside; ``None`` if there is nothing to pair or no schedule.
         least: layers with fewer rows per block stay Megatron's on a described NPU.
         notes: further facts for the reader.
     """
@@ -47,6 +50,7 @@ class Obstacles(NamedTuple):
     layers: Sequence[Judged]
     fused: str
     overlap: str
+    own_schedule: str
     paired: float | None
     least: int
     notes: Sequence[str]
@@ -129,30 +133,26 @@ def _own_options(launch: AskedLaunch) -> Iterator[tuple[str, str, str]]:
     yield dp, missing(dp, args), "DP 1 transfers nothing" if alone else ""
 
 
-def _overlap(launch: AskedLaunch) -> tuple[str, float | None]:
+def _overlap(launch: AskedLaunch) -> tuple[str, str, float | None]:
     options, config = launch.options, launch.config
     sizes = config.tensor_model_parallel_size, config.context_parallel_size
     if max(*sizes, size_of(options, "expert-model")) == 1:
-        return "no tensor, expert or context parallelism, so nothing to hide", None
-    paired, unpaired = _paired(options, config)
-    return "; ".join(_refused("--commfuse-overlap", options)) or unpaired, paired
+        return "no tensor, expert or context parallelism, so nothing to hide", "", None
+    refused = _refused("--commfuse-overlap", options)
+    schedules = [reason.partition(";")[0] for reason in _refused(BESIDE, options)]
+    return "; ".join(refused), "; ".join(schedules), _paired(options, config)
 
 
-def _paired(options: Options, config: ModelConfig) -> tuple[float | None, str]:
-    """The smallest share of forwards that have a partner, and why it is too small, or empty."""
+def _paired(options: Options, config: ModelConfig) -> float | None:
     stages = config.pipeline_model_parallel_size
     # Without a replica the layout does not fit, which is reported by itself.
     replicas = max(1, config.data_parallel_size)
     batches = config.global_batch_size // (config.micro_batch_size * replicas)
     chunks = model_chunks(options, stages)
-    if batches * chunks < 2:
-        return 0.0, "one micro-batch has no partner"
     if chunks > 1 and batches % stages:
-        return None, f"{batches} micro-batches are no multiple of {stages} stages"
+        return None
     pairs = [paired_microbatches(slots(stages, s, chunks, batches)) for s in range(stages)]
-    least = min(paired / total for paired, total in pairs)
-    reason = f"{batches} micro-batches: {least:.0%} of a stage's have a partner"
-    return least, reason if least < 0.5 else ""
+    return min(paired / max(1, total) for paired, total in pairs)
 
 
 # ------------------------------------------------------------------ linear layers

@@ -8,7 +8,8 @@ imports torch.  Modules, from the top down::
     timed                 a training in a form: time, memory, ranges, verdict;  lanes  its picture
     step                  a training step: stages, micro-batches, buckets, optimizer
     training              a model in its layout;  pipeline, footprint
-    llama, fb_overlap     a layer, forward and backward, operation by operation;  attention, experts
+    chunks                the layers of a pipeline stage, in order or as passes that take turns
+    passes                such passes;  llama  a layer, operation by operation;  attention, experts
     linear, mc2           the tensor-parallel linear layers in every form;  variants  the forms
     group                 the ranks of a group, or one rank if all do the same
     rank                  plain collectives and compiled programs as launches

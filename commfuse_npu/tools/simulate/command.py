@@ -18,7 +18,7 @@ from commfuse_npu.tools.simulate.lanes import layer_picture
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.timed import CORNERS, as_json, best, show, timed
 from commfuse_npu.tools.simulate.training import Layout, training
-from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, forms, launching
+from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, forms
 from commfuse_npu.tools.terminal import tell
 
 _MOST_TOKENS, _MOST_MICRO_BATCHES = 1 << 24, 1 << 16
@@ -139,7 +139,7 @@ def _main(arguments: argparse.Namespace) -> int:
         tell(f"{setup.model.seq_length} tokens, {layout.npus} NPUs: {form.name}")
         rows.append(timed(setup, form, hardware, 1 if arguments.typical else len(CORNERS)))
     first = best(rows)
-    flags = " ".join(launching(first.form, setup)) or "none, it is Megatron's order"
+    flags = first.form.flags or "none, it is Megatron's order"
     title = show(rows, hardware, model_path.stem, f"Options of this form: {flags}.")
 
     def picture(path: Path) -> None:

@@ -15,8 +15,9 @@ distributed optimizer.  Activations per layer and micro-batch are what its backw
     + rows / tp * heads * 64   row maxima and sums of flash attention, 8 fp32 each
                                (npu_fusion_attention keeps them so: read, not run)
 
-With full recomputation a layer keeps only its input, and one layer at a time has all activations.
-A pipeline stage holds as many micro-batches as there are stages from it to the end (1F1B), and more
+With full recomputation a layer keeps only its input, and one layer at a time has all activations;
+two of them where passes take turns, whose waiting weight gradients need their operands, too.  A
+pipeline stage holds as many micro-batches as there are stages from it to the end (1F1B), and more
 with interleaved chunks.
 
 For communication, the operation of a layer with the largest buffers counts: the backward of a
@@ -30,6 +31,7 @@ from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.slots import in_flight_without, most_in_flight, slots
+from commfuse_npu.plan.turns import MOST_WEIGHT_GRADIENTS
 from commfuse_npu.runtime.hccl_options import lane_megabytes
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.training import Kind, Training
@@ -93,19 +95,24 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
     shape, layout = training.shape, training.layout
     everyone, experts = training.parameters(stage)
     order = layout.pp, stage, layout.vpp, training.micro_batches
-    paired = variant.kind == "fb_overlap"
+    paired = variant.pairs(layout)
     held = most_in_flight(slots(*order)) if paired else in_flight_without(*order)
     layers = training.of_stage(stage)
     whole = {kind: _kept(training, kind) for kind in layers}
-    recomputed = training.recomputed_share(stage)
+    chunks = range(stage, len(training.places), layout.pp)
+    recomputed = sum(map(training.recomputed_layers, chunks)) / max(1, sum(layers.values()))
     inputs = recomputed * ITEM_BYTES * shape.held * shape.hidden
     activations = (held / layout.vpp) * sum(
         count * (inputs + (1 - recomputed) * whole[kind])
         for kind, count in layers.items()
         if whole[kind]
     )
+    in_turns = variant.kind == "passes"
     if training.recomputes:
-        activations += max(whole.values())
+        ahead = in_turns and training.recomputed_layers(stage) > 1
+        activations += (2 if ahead else 1) * max(whole.values())
+    if in_turns:
+        activations += max(_waiting(training, kind) for kind in layers)
     if stage == layout.pp - 1:
         activations += _LOGITS * shape.rows / layout.tp * shape.vocabulary
     parameters, shared = everyone + experts, training.with_states(everyone, experts)
@@ -128,6 +135,25 @@ def _kept(training: Training, kind: Kind) -> float:
         sent = shape.held * experts.each
         size += sent * ((2 + experts.tensor) * shape.hidden + (experts.halves + 1) * experts.width)
     return ITEM_BYTES * size + rows * _STATISTICS * heads
+
+
+def _waiting(training: Training, kind: Kind) -> float:
+    """Bytes of the most operands of weight gradients that wait: inputs and output gradients."""
+    if kind == "none":
+        return 0.0
+    shape = training.shape_of(kind)
+    rows, h, qkv = shape.rows, shape.hidden, shape.qkv // shape.ranks
+    if shape.latent is not None:
+        qkv += shape.latent.kept(shape.ranks) // shape.ranks
+    operands = [rows * (h + qkv), rows * (shape.inner + h)]
+    if shape.dense:
+        operands += [rows * (h + shape.halves * shape.dense), rows * (shape.dense + h)]
+    if experts := shape.experts:
+        sent, width = shape.held * experts.each, experts.width // experts.tensor
+        operands += [
+            sent * experts.tensor * (h + widths) for widths in (experts.halves * width, width)
+        ]
+    return ITEM_BYTES * sum(sorted(operands)[-MOST_WEIGHT_GRADIENTS:])
 
 
 def _transfers(variant: Variant, shape: LayerShape, most: float) -> float:

@@ -135,8 +135,12 @@ class LayerShape:
         return machine.attention(flops * factor) * (1 + machine.half_rows / queries)
 
 
-def forward(rank: Rank, shape: LayerShape) -> None:
-    """Add a layer's forward."""
+def forward(rank: Rank, shape: LayerShape, *, whole: bool = True) -> None:
+    """Add a layer's forward.
+
+    Args:
+        whole: whether the sum of fc2 is needed.
+    """
     rows, block, held, h = shape.rows, shape.block, shape.held, shape.hidden
     qkv, width = shape.qkv // shape.ranks, shape.dense
     rank.sequence_parallel = shape.sequence_parallel
@@ -154,8 +158,14 @@ def forward(rank: Rank, shape: LayerShape) -> None:
     if width:
         linear.column(rank, "fc1", block, h, shape.halves * width)
         rank.elementwise("activation", rows * (shape.halves + 1) * width)
-        linear.row(rank, "fc2", block, width, h)
+        if whole:
+            linear.row(rank, "fc2", block, width, h)
     rank.elementwise("residual", 3 * held * h)
+
+
+def recomputation(rank: Rank, shape: LayerShape) -> None:
+    """Add a forward that is run again for what the gradients read: the sum of fc2 is not."""
+    forward(rank, shape, whole=False)
 
 
 def backward(rank: Rank, shape: LayerShape) -> None:

@@ -85,6 +85,15 @@ class Rank:
         self.operations.append(operation._replace(after=tuple(sorted(after))))
         return len(self.operations) - 1
 
+    def repeat(self, operation: Operation, after: Iterable[int]) -> int:
+        """Append an operation of another rank's list; as any, a transfer follows earlier work."""
+        needs = set(after)
+        if operation.engine == COMPUTE:
+            self._last[COMPUTE] = len(self.operations)
+        elif COMPUTE in self._last:
+            needs.add(self._last[COMPUTE])
+        return self.add(operation, needs)
+
     def compute(
         self,
         name: str,

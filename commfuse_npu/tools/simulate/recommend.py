@@ -23,7 +23,7 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit
 from commfuse_npu.tools.simulate.timed import Timed, timed
 from commfuse_npu.tools.simulate.training import Layout, Training, training
-from commfuse_npu.tools.simulate.variants import Variant, forms, launching
+from commfuse_npu.tools.simulate.variants import Variant, forms
 from commfuse_npu.tools.terminal import tell
 
 _CONTEXTS = (1, 2, 4, 8, 16)
@@ -200,7 +200,7 @@ def planned(
         decided = word.startswith(_DECIDED) if word.startswith("--") else decided
         words += [] if decided else [word]
     per_node = min(npus, hardware.npus_per_host)
-    flags = launching(form, training)
+    flags = (form.flags or "").split()
     plan = replace(
         training.model,
         npus_per_node=per_node,

@@ -1,9 +1,8 @@
 """A full training step, composed of the layers that it repeats.
 
-A layer's forward and backward are simulated event by event for one tensor-parallel group, which
-represents all of them.  A stage is the sum of its layers, the pipeline follows from its
-dependencies, and data-parallel buckets overlap with the layers.  A step of 4,096 NPUs therefore
-costs hardly more to simulate than one of 8.
+Its chunks of layers are those of :mod:`.chunks`, the pipeline follows from its dependencies, and
+data-parallel buckets overlap with the layers.  A step of 4,096 NPUs therefore costs hardly more to
+simulate than one of 8.
 
 With ``--overlap-grad-reduce`` and ``--overlap-param-gather`` the gradients of a bucket (fp32) are
 reduce-scattered during the backward of earlier layers, and its parameters (bf16) all-gathered
@@ -13,70 +12,24 @@ adds while it copies.
 
 Not modeled, for lack of figures: transfers of different groups do not slow each other down where
 they share links (between nodes they mostly do not), and switches do not block.
-
-Results are cached by all their inputs, so that layouts, stages and variants share them.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
-from commfuse_npu.tools.simulate import fb_overlap, llama
-from commfuse_npu.tools.simulate.engine import Simulated
+from commfuse_npu.tools.simulate import llama
+from commfuse_npu.tools.simulate.chunks import KINDS, Chunks
 from commfuse_npu.tools.simulate.group import collective_seconds, simulate
 from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
-from commfuse_npu.tools.simulate.training import Kind, Training
-from commfuse_npu.tools.simulate.variants import MEGATRON, Variant
+from commfuse_npu.tools.simulate.training import Training
+from commfuse_npu.tools.simulate.variants import Variant
 
 _GRADIENT_BYTES = 4
 """Gradients are summed in fp32."""
-
-
-class LayerTime(NamedTuple):
-    """Seconds of a layer.
-
-    ``pair``: for forward-backward overlap, seconds of a layer in both directions as a pair, and the
-    seconds that a stage needs once besides its layers.
-    """
-
-    forward: float
-    backward: float
-    pair: tuple[float, float] | None = None
-
-    @property
-    def alone(self) -> float:
-        """Seconds of forward and backward one after the other."""
-        return self.forward + self.backward
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of forward and backward in the middle of a step."""
-        return self.alone if self.pair is None else self.pair[0]
-
-
-def _simulate(
-    machine: Machine, shape: LayerShape, variant: Variant, build: Callable[..., None], *more: Any
-) -> Simulated:
-    """Simulate what ``build(rank, shape, *more)`` adds, as one of many in a row."""
-    links = Links(machine, shape.ranks)
-    return simulate(links, variant, lambda rank: build(rank, shape, *more), steady=True)
-
-
-@lru_cache(1 << 14)
-def _cost(machine: Machine, shape: LayerShape, variant: Variant, *build: Any) -> tuple[float, ...]:
-    """Seconds of the device and of the host, of :func:`_simulate`."""
-    figures = machine
-    if not variant.tuned:
-        # Launches are free, also of the transfers of other groups: the host's time is counted
-        # separately.
-        figures = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
-    simulated = _simulate(figures, shape, variant, *build)
-    return simulated.device, simulated.host(machine)
 
 
 @lru_cache(1 << 14)
@@ -86,87 +39,37 @@ def _head(machine: Machine, shape: LayerShape, variant: Variant) -> list[float]:
     return [simulate(links, variant, partial(part, shape=shape)).seconds for part in parts]
 
 
-@dataclass(frozen=True)
-class Step:
-    """A training step on a machine.
-
-    Raises:
-        ValueError: a group does not fit the machine's nodes.
-    """
-
-    machine: Machine
-    training: Training
-
-    def parts(self, variant: Variant) -> list[Simulated]:
-        """Simulate a layer's forward, then its backward; or one of each as a pair."""
-        inputs = self.machine, self.training.shape, variant
-        if variant.kind == "fb_overlap":
-            return [_simulate(*inputs, fb_overlap.pair, 1, self.training.recomputes)]
-        return [_simulate(*inputs, part) for part in (llama.forward, llama.backward)]
+class Step(Chunks):
+    """A training step on a machine."""
 
     def time(self, variant: Variant) -> float:
         """Seconds of a step."""
         training = self.training
-        kinds = sorted({kind for place in training.places for kind in place} - {"none"})
-        layers = {kind: self.layer_time(variant, kind) for kind in kinds}
-        main = layers[kinds[-1]]
-
-        def chunks(seconds: Callable[[LayerTime], float]) -> list[float]:
-            return [
-                sum(place[kind] * seconds(time) for kind, time in layers.items())
-                for place in training.places
-            ]
-
-        forwards, backwards = chunks(lambda time: time.forward), chunks(lambda time: time.backward)
-        for place, seconds in enumerate(forwards):
-            backwards[place] += training.recomputed_share(place) * seconds
+        chunks = [self.chunk(variant, place) for place in range(len(training.places))]
+        forwards = [chunk.forward for chunk in chunks]
+        backwards = [chunk.backward for chunk in chunks]
+        pairs = [chunk.pair for chunk in chunks if chunk.pair is not None]
         head, embedding = _head(self.machine, training.shape, variant), self._embedding(variant)
         for passes, last in zip((forwards, backwards), head, strict=True):
             passes[-1] += last
             passes[0] += embedding
         pipeline = training.micro_batches, self._between_stages, training.vpp
-        f, b = main.forward, main.backward
-        if main.pair is None:
-            ends = one_forward_one_backward(forwards, backwards, *pipeline)
-        else:
-            pairs = chunks(lambda time: time.seconds)
-            # The part of a stage that occurs once, besides its layers.
-            pairs = [pair + (main.pair[1] if pair else 0.0) for pair in pairs]
+        main = self.layer_time(variant.alone or variant, max(training.kinds, key=KINDS.index))
+        f, b = main.forward, main.backward * (1 + training.recomputes)
+        if pairs:
             pairs[-1] += sum(head)
             pairs[0] += 2 * embedding
             ends = side_by_side(forwards, backwards, pairs, *pipeline)
-            f, b = (part * main.pair[0] / main.alone for part in (f, b))
-        b *= 1 + training.recomputes
+            f, b = (part * sum(pairs) / sum([*forwards, *backwards]) for part in (f, b))
+        else:
+            ends = one_forward_one_backward(forwards, backwards, *pipeline)
         buckets = [self._buckets(stage, f, b) for stage in range(training.layout.pp)]
         late = (time + tail for time, (tail, _) in zip(ends, buckets, strict=True))
-        end = max(late) + buckets[0][1] + self._optimizer
-        # A launch times a step each way, and keeps the faster one.
-        return end if main.pair is None else min(end, self.time(MEGATRON))
-
-    def layer_time(self, variant: Variant, kind: Kind = "dense") -> LayerTime:
-        """A layer of one micro-batch, forward and backward, in the middle of a stage."""
-        inputs = self.machine, self.training.shape_of(kind), variant
-        if variant.kind == "fb_overlap":
-            return self._paired(kind, *inputs)
-        costs = [_cost(*inputs, part) for part in (llama.forward, llama.backward)]
-        # The host does not wait between forward and backward, so their totals are compared.
-        runs = 2 if self.training.recomputes else 1
-        return LayerTime(*max(zip(*costs, strict=True), key=lambda of: runs * of[0] + of[1]))
-
-    def _paired(self, kind: Kind, *inputs: Any) -> LayerTime:
-        """Megatron's order for single layers; a pair from the difference of four and two layers."""
-        alone, share = self.layer_time(MEGATRON, kind), self.training.recomputed_share(0)
-        layer = extra = 0.0
-        for recomputes, part in ((False, 1 - share), (True, share)):
-            if not part:
-                continue
-            two, four = (_cost(*inputs, fb_overlap.pair, n, recomputes) for n in (2, 4))
-            seconds = max(more - less for more, less in zip(four, two, strict=True)) / 2
-            layer += part * seconds
-            extra += part * max(0.0, two[0] - 2 * seconds)
-        whole = alone.alone + share * alone.forward
-        # A launch switches the overlap off if it is not faster.
-        return alone._replace(pair=min((layer, extra), (whole, 0.0)))
+        # The last micro-batch passes through all chunks.
+        longer = sum(chunk.last - chunk.backward for chunk in chunks)
+        end = max(late) + longer + buckets[0][1] + self._optimizer
+        # A launch times steps each way, and keeps the faster one.
+        return end if variant.alone is None else min(end, self.time(variant.alone))
 
     # ------------------------------------------------------------------- parts
 

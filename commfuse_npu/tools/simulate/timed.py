@@ -16,7 +16,7 @@ from commfuse_npu.hardware.description import Choice, Hardware
 from commfuse_npu.tools.simulate.footprint import USABLE, Footprint, footprint, limit
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant, launching
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
 from commfuse_npu.tools.terminal import table_row
 
 _ENDS: tuple[Choice, Choice] = "favourable", "unfavourable"
@@ -109,7 +109,7 @@ class Timed:
             "micro_batches": self.training.micro_batches,
             "recompute": "full" if self.training.recomputes else "none",
             "form": self.form.name,
-            "flags": None if self.form.flags is None else launching(self.form, self.training),
+            "flags": None if self.form.flags is None else self.form.flags.split(),
             "step": Range.of(self.seconds)._asdict(),
             "memory_bytes": self.memory.total,
             "fits": self.fits,

@@ -88,11 +88,24 @@ class Training:
         """Number of layers of each kind in a pipeline stage."""
         return sum(self.places[stage :: self.layout.pp], Counter[Kind]())
 
-    def recomputed_share(self, place: int) -> float:
-        """Share of a chunk's layers whose forward is run again in the backward."""
+    def recomputed_layers(self, place: int) -> int:
+        """Number of a chunk's layers whose forward is run again in the backward.
+
+        MindSpeed spreads those of a stage over its chunks.
+        """
+        layers = self.places[place].total()
         if not self.recomputes or self.recomputed is None:
-            return float(self.recomputes)
-        return min(1.0, self.recomputed / self.vpp / max(1, self.places[place].total()))
+            return layers if self.recomputes else 0
+        later_chunks = self.vpp - 1 - place // self.layout.pp
+        return min(layers, (self.recomputed + later_chunks) // self.vpp)
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether all layers are recomputed, so that a micro-batch keeps only their inputs."""
+        return self.recomputes and all(
+            self.recomputed_layers(place) == layers.total()
+            for place, layers in enumerate(self.places)
+        )
 
     @property
     def micro_batches(self) -> int:

@@ -25,9 +25,14 @@
                      (:mod:`commfuse_npu.hardware.machine`); so do layers with few rows
 ``commfuse-tuned``   the same with the fastest chunks for each operation, as batches or as
                      collectives, or Megatron's order: what ``--commfuse-tuning on`` searches
-``commfuse-fb``      ``--commfuse-overlap``: forward and backward of two micro-batches alternate
-                     (:mod:`commfuse_npu.tools.simulate.fb_overlap`); passes without a partner, and
-                     work outside of the layers, in Megatron's order
+``commfuse-fb``      ``--commfuse-overlap``: passes take turns at their transfers
+                     (:mod:`commfuse_npu.tools.simulate.passes`): the forward of another micro-batch
+                     (in plain pipelines never), gradients, recomputation; weight gradients fill
+                     waits.  Lone forwards, and work outside of the layers, in Megatron's order
+``commfuse-fb-memory``  the same with ``--commfuse-overlap-memory``: a forward beside the
+                     gradients in plain pipelines, too
+``commfuse-both``    ``--commfuse-overlap`` with ``--use-commfuse``: lone forwards have fused
+                     layers where these are faster
 ===================  ============================================================================
 """
 
@@ -42,9 +47,9 @@ from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
 if TYPE_CHECKING:
-    from commfuse_npu.tools.simulate.training import Training
+    from commfuse_npu.tools.simulate.training import Layout, Training
 
-Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "fused", "fb_overlap"]
+Kind = Literal["compute", "plain", "megatron", "sliced", "kernel", "mc2", "fused", "passes"]
 
 Way = Schedule | int | None
 """How an operation is run: by a schedule, in a number of slices, or (``None``) by collectives in
@@ -64,6 +69,11 @@ class Variant:
             column-parallel layers runs by collectives in Megatron's order.
         tuned: for ``fused``, the ways from which each operation takes its fastest.
         chosen: the ways of individual operations, by name.
+        leaves_out: whether a recomputation leaves out the sum of fc2, which no gradient reads.
+        beside: for ``passes``, where a forward runs beside gradients: nowhere, except in plain
+            pipelines, or everywhere.
+        alone: for ``passes``, the form of a launch that switches them off, and of a forward with
+            nothing beside it, where that is faster.
         flags: the options that launch it, empty for Megatron's order; ``None`` if nothing does.
     """
 
@@ -73,11 +83,20 @@ class Variant:
     collectives_from: int | None = None
     tuned: tuple[Way, ...] = ()
     chosen: tuple[tuple[str, Way], ...] = ()
+    leaves_out: bool = False
+    beside: Literal["nowhere", "interleaved", "everywhere"] = "interleaved"
+    alone: Variant | None = None
     flags: str | None = None
 
     @property
     def ours(self) -> bool:
         return "commfuse" in (self.flags or "")
+
+    def pairs(self, layout: Layout) -> bool:
+        """Whether forwards run beside the gradients of other micro-batches."""
+        if self.kind != "passes" or self.beside == "nowhere":
+            return False
+        return self.beside == "everywhere" or layout.pp == 1 or layout.vpp > 1
 
 
 COMPUTE_ONLY = Variant("compute", "compute")
@@ -89,12 +108,24 @@ COC = tuple(
 )
 COC_FUSED = Variant("coc-fused", "kernel", flags="--use-ascend-coc --coc-fused-kernel")
 MC2 = Variant("mc2", "mc2", flags="--use-ascend-mc2")
-OVERLAP = Variant("commfuse-fb", "fb_overlap", flags="--commfuse-overlap")
+OVERLAP = Variant(
+    "commfuse-fb",
+    "passes",
+    alone=replace(MEGATRON, leaves_out=True, flags=None),
+    flags="--commfuse-overlap",
+)
+OVERLAP_MEMORY = replace(
+    OVERLAP,
+    name="commfuse-fb-memory",
+    beside="everywhere",
+    flags="--commfuse-overlap --commfuse-overlap-memory",
+)
 FORMS = {
     form: (title, form.flags or "")
     for form, title in (
         (MEGATRON, "Megatron's order"),
-        (OVERLAP, "forward-backward overlap"),
+        (OVERLAP, "overlap"),
+        (OVERLAP_MEMORY, "overlap, more in flight"),
         *((form, f"CoC in {form.way} slices") for form in COC),
         (COC_FUSED, "CoC's kernel"),
         (MC2, "MC2"),
@@ -118,20 +149,12 @@ def tuned(schedule: Schedule, chunks: Sequence[int] = _CHUNKS) -> Variant:
     return Variant("commfuse-tuned", "fused", tuned=tuple(ways), flags=flags)
 
 
-def launching(form: Variant, training: Training) -> list[str]:
-    """The ``pretrain_gpt.py`` options of a form; none for Megatron's own order."""
-    words, layout = (form.flags or "").split(), training.layout
-    if form == OVERLAP and layout.pp > 1 and layout.vpp == 1:
-        words.append("--commfuse-overlap-memory")
-    return words
-
-
 def forms(
     machine: Machine, training: Training, schedule: Schedule | None = None, least: int | None = None
 ) -> tuple[Variant, ...]:
     """The forms in which a training can run on a machine, and the bound.
 
-    Without tensor or sequence parallelism only pairs of micro-batches differ from Megatron's order.
+    Without tensor or sequence parallelism only passes that take turns differ from Megatron's order.
 
     Args:
         schedule, least: of ``commfuse``, and rows of a block from which it fuses; by default those
@@ -147,7 +170,12 @@ def forms(
             f"a tensor-parallel group of {tp} spans nodes of {machine.npus_per_node} NPUs; choose "
             f"at most {machine.npus_per_node}"
         )
-    ways = [REFERENCE, MEGATRON]
+    ways, overlapped = [REFERENCE, MEGATRON], [OVERLAP]
+    if training.layout.pp > 1 and training.layout.vpp == 1:
+        if training.recomputes_all:
+            overlapped = [replace(OVERLAP, beside="everywhere")]
+        else:
+            overlapped.append(OVERLAP_MEMORY)
     if tp > 1 and shape.sequence_parallel:
         usual = schedule or Schedule(
             default_shape(tp), chunks=default_chunks(tp, rows, shape.hidden)
@@ -157,4 +185,13 @@ def forms(
         if rows < (min_rows_to_fuse(tp, shape.hidden) if least is None else least):
             launched = replace(MEGATRON, name=launched.name, flags=launched.flags)
         ways += [*COC, *[COC_FUSED] * (tp == 8), *[MC2] * (tp in RANKS), launched, tuned(base)]
-    return (*ways, OVERLAP, COMPUTE_ONLY)
+        if launched.kind == "fused":
+            overlapped.append(
+                replace(
+                    overlapped[0],
+                    name="commfuse-both",
+                    alone=launched,
+                    flags=f"{launched.flags} {OVERLAP.flags}",
+                )
+            )
+    return (*ways, *overlapped, COMPUTE_ONLY)

@@ -46,10 +46,10 @@ def remarks(launch: AskedLaunch) -> list[str]:
     return [*filter(None, [found.fused]), *plan.problems, *notes]
 
 
-def shares(launch: AskedLaunch) -> set[float]:
-    """How much of the forwards is run again, of every stage."""
+def recomputed(launch: AskedLaunch) -> list[int]:
+    """The number of layers of every chunk that are run again."""
     job = training_of(launch)
-    return {job.recomputed_share(place) for place in range(len(job.places))}
+    return [job.recomputed_layers(place) for place in range(len(job.places))]
 
 
 def too(launch: AskedLaunch) -> list[str]:
@@ -59,9 +59,10 @@ def too(launch: AskedLaunch) -> list[str]:
     return [note[len(start) : -len(end)] for note in notes if note.endswith(end)]
 
 
-def paired(launch: AskedLaunch) -> tuple[str, float | None]:
-    """What stands against forward-backward overlap, and how much has a partner."""
-    return obstacles(launch).overlap, obstacles(launch).paired
+def paired(launch: AskedLaunch) -> tuple[str, str, float | None]:
+    """What stands against overlap, and against forwards in it, and how much has a partner."""
+    against = obstacles(launch)
+    return against.overlap, against.own_schedule, against.paired
 
 
 def places(launch: AskedLaunch) -> list[dict[str, float]]:
@@ -128,20 +129,20 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{FOUR} --use-ascend-coc": [],
     }),
     (paired, {
-        f"{FOUR} --global-batch-size 16": ("", 7 / 8),
-        f"{FOUR} --global-batch-size 2": ("one micro-batch has no partner", 0.0),
-        f"{FOUR_16} --stage dpo": ("--stage dpo: it has a pipeline schedule of its own; leave "
-                                   "--commfuse-overlap out", 7 / 8),
-        f"{FOUR} {PP} --global-batch-size 8": ("", 5 / 8),
-        f"{FOUR} {PP} --global-batch-size 4":
-            ("4 micro-batches: 25% of a stage's have a partner", 1 / 4),
-        f"{FOUR} {PP} {EACH} --global-batch-size 8": ("", 11 / 16),
+        f"{FOUR} --global-batch-size 16": ("", "", 7 / 8),
+        f"{FOUR} --global-batch-size 2": ("", "", 0.0),
+        f"{FOUR_16} --stage dpo": ("", "--stage dpo: it has a pipeline schedule of its own", 7 / 8),
+        f"{FOUR_16} --moe-fb-overlap": ("--moe-fb-overlap: it overlaps the same forwards and "
+                                        "backwards; leave one of the two out", "", 7 / 8),
+        f"{FOUR} {PP} --global-batch-size 8": ("", "", 5 / 8),
+        f"{FOUR} {PP} --global-batch-size 4": ("", "", 1 / 4),
+        f"{FOUR} {PP} {EACH} --global-batch-size 8": ("", "", 11 / 16),
         f"{FOUR} {PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 7":
-            ("7 micro-batches are no multiple of 2 stages", None),
+            ("", "", None),
         f"{ONE} --global-batch-size 64":
-            ("no tensor, expert or context parallelism, so nothing to hide", None),
+            ("no tensor, expert or context parallelism, so nothing to hide", "", None),
         f"{ONE} --num-experts 8 --expert-model-parallel-size 4 --global-batch-size 64":
-            ("", 7 / 8),
+            ("", "", 7 / 8),
     }),
     (places, {
         FOUR_16: [{"dense": 4}],
@@ -153,14 +154,15 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{MOE} --moe-layer-freq 2": [{"experts": 2, "dense": 2}],
         f"{MOE} --moe-layer-freq -1 --first-k-dense-replace -1": [{"experts": 4}],
     }),
-    (shares, {
-        f"{FOUR_16} {PP}": {0},
-        f"{FULL} uniform --recompute-num-layers 1": {1},
-        f"{FULL} block --recompute-num-layers 1": {1 / 2},
-        f"{FULL} block --recompute-num-layers 1 {EACH}": {1},
+    (recomputed, {
+        f"{FOUR_16} {PP}": [0, 0],
+        f"{FULL} uniform --recompute-num-layers 1": [2, 2],
+        f"{FULL} block --recompute-num-layers 1": [1, 1],
+        f"{FULL} block --recompute-num-layers 1 {EACH}": [1] * 4,
+        # Of a stage, the first chunk's.
         f"{FULL} block --recompute-num-layers 1 {EACH} --enable-recompute-layers-per-pp-rank":
-            {1 / 2},
-        f"{FOUR_16} {PP} --recompute-granularity selective": {0},
+            [1, 1, 0, 0],
+        f"{FOUR_16} {PP} --recompute-granularity selective": [0, 0],
     }),
     (chunks, {"--config": 2, "--config --commfuse-tuning on": 1}),
 ]  # fmt: skip
@@ -266,13 +268,13 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
         f"{MANY} --nproc_per_node 16 --tensor-model-parallel-size 16":
             ("Add ", "a group of 16 spans nodes of 8 NPUs"),
         f"{FOUR} --tensor-model-parallel-size 1":
-            ("Nothing to add: no forward-backward overlap (no tensor, expert or context "
+            ("Nothing to add: no overlap (no tensor, expert or context "
              "parallelism, so nothing to hide), no fused layers (--tensor-model-parallel-size 1: ",
              "a group of one transfers nothing; "),
         # Short blocks: nothing would be fused.
-        f"{WIDE} --global-batch-size 1": ("Nothing to add: no forward-backward overlap (one micro-",
-                                          "a group of 16"),
-        f"{WIDE} --global-batch-size 1 --commfuse-chunks 1 --commfuse-layers qkv":
+        f"{WIDE} --enable-cuda-graph": ("Nothing to add: no overlap (--enable-cuda-graph: ",
+                                        "a group of 16"),
+        f"{WIDE} --enable-cuda-graph --commfuse-chunks 1 --commfuse-layers qkv":
             ("Add --use-commfuse: fused layers. The gain is", "spans"),
     }),
 ]  # fmt: skip

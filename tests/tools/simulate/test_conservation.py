@@ -1,6 +1,5 @@
 """Properties of every timeline."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 
 from commfuse_npu.hardware.machine import Level
 from commfuse_npu.plan.slots import paired_microbatches, slots
-from commfuse_npu.tools.simulate import fb_overlap, llama
+from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.engine import Simulated
 from commfuse_npu.tools.simulate.group import simulate
 from commfuse_npu.tools.simulate.launches import (
@@ -21,9 +20,8 @@ from commfuse_npu.tools.simulate.launches import (
 )
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import side_by_side
-from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import MEGATRON, OVERLAP
-from tests.tools.simulate.machines import check_timeline, ideal, sent, variants
+from commfuse_npu.tools.simulate.variants import OVERLAP
+from tests.tools.simulate.machines import check_timeline, ideal, variants
 
 MACHINE = ideal(
     rate=2.0e10, latency=1.0e-5, cube_flops=3.0e14, half_rows=100.0, hbm_bandwidth=1.0e12,
@@ -89,27 +87,7 @@ def test_a_transfer_of_another_group_has_links_of_its_own() -> None:
     assert not {*links.path(0, 0)} & {*links.path(0, 1), *links.path(1, 0)}
 
 
-# ------------------------------------------------------------------- interleaved passes
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_a_pair_launches_what_megatron_launches_and_hand_overs(recomputes: bool) -> None:
-    def in_order(rank: Rank) -> None:
-        for part in [llama.forward] * (4 if recomputes else 2) + [llama.backward] * 2:
-            part(rank, shape(4))
-
-    def pairs(rank: Rank) -> None:
-        fb_overlap.pair(rank, shape(4), 2, recomputes)
-
-    ours, plain = (
-        Counter((op.name, op.seconds, sent([op])) for op in run.launches[0] if op.name != "end")
-        for run in (
-            simulate(Links(MACHINE, 4), OVERLAP, pairs),
-            simulate(Links(MACHINE, 4), MEGATRON, in_order),
-        )
-    )
-    assert 0 < ours.pop(("hand over", 0.0, 0)) <= 2 * plain.total()
-    assert ours == plain
+# ------------------------------------------------------------------- pipelines of pairs
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4, 8])

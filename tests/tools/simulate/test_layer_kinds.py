@@ -12,12 +12,13 @@ import pytest
 
 from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tools.simulate import fb_overlap, llama
+from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.attention import Latent, attend
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.group import simulate
 from commfuse_npu.tools.simulate.launches import Links, Operation
 from commfuse_npu.tools.simulate.llama import LayerShape
+from commfuse_npu.tools.simulate.passes import Layers, take_turns
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
@@ -227,21 +228,22 @@ def test_ulysses_deals_out_heads_before_attention_and_rows_after_it(
         (context_parallel(4, ring=True), False),
     ],
 )
-def test_a_pair_hides_exchanges_of_tokens_and_heads_but_not_a_ring(
+def test_passes_hide_exchanges_of_tokens_and_heads_but_not_a_ring(
     shape: LayerShape, hides: bool
 ) -> None:
     machine = ideal(cube_flops=2e3)
-    forward, backward, pair = (
-        partial(part, shape=shape)
-        for part in (llama.forward, llama.backward, partial(fb_overlap.pair, layers=1))
-    )
-    pair = seconds(OVERLAP, pair, 1, machine)
+    layer = Layers(shape, 1)
+    in_turns = partial(take_turns, chunk=[layer], forward=True, backward=True)
+    together = seconds(OVERLAP, in_turns, 1, machine)
     free, plain = (
-        sum(seconds(variant, part, 1, machine) for part in (forward, backward))
+        sum(
+            seconds(variant, partial(part, shape=shape), 1, machine)
+            for part in (llama.forward, llama.backward)
+        )
         for variant in (COMPUTE_ONLY, MEGATRON)
     )
-    assert free <= pair
-    assert pair < plain if hides else pair == pytest.approx(plain)
+    assert free <= together
+    assert together < plain if hides else together == pytest.approx(plain)
 
 
 def test_transfers_of_other_groups_go_beside_fused_layers() -> None:

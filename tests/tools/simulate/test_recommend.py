@@ -266,7 +266,9 @@ def test_what_is_printed_is_taken(job: Training, form: Variant) -> None:
     # Of a model with other sizes, all of them are printed.
     larger = replace(LLAMA3_8B, context_parallel_size=2, npus_per_node=16, seq_length=4096)
     assert {"--context-parallel-size", "--seq-length"} < {*options(larger, plan)}
-    assert launch.fuse.use_commfuse == (form.kind == "fused")
+    assert launch.fuse.use_commfuse == (
+        form.name in ("commfuse", "commfuse-tuned", "commfuse-both")
+    )
     against = obstacles(launch)
     assert not (against.fused if launch.fuse.use_commfuse else "")
     assert not (against.overlap if form == OVERLAP else "")

@@ -22,6 +22,7 @@ from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
     MEGATRON,
     OVERLAP,
+    OVERLAP_MEMORY,
     REFERENCE,
     Variant,
     forms,
@@ -110,20 +111,40 @@ def test_a_host_that_is_ahead_lengthens_no_exchange_of_another_group() -> None:
     assert len({Step(host, job).layer_time(MEGATRON) for host in hosts}) == 1
 
 
-@pytest.mark.parametrize("fb_overlap", [False, True])
-def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(fb_overlap: bool) -> None:
+@pytest.mark.parametrize("form", [MEGATRON, OVERLAP], ids=lambda form: form.name)
+def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(form: Variant) -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, micro_batch=1, micro_batches=4)
     step = Step(SERVER.machine(), job)
-    of_layer = step.layer_time(OVERLAP if fb_overlap else MEGATRON)
+    layers, of_layer = step.chunk(form, 0), step.layer_time(MEGATRON)
+    in_order = LAYERS * of_layer.seconds
     ends = sum(step_module._head(step.machine, job.shape, MEGATRON))
     ends += 2 * step._embedding(MEGATRON)
-    alone = LAYERS * of_layer.alone + ends
-    micro_batches = 4 * alone
-    if fb_overlap:  # the first forward and the last backward are alone
-        assert of_layer.pair is not None
-        micro_batches = alone + 3 * (LAYERS * of_layer.pair[0] + of_layer.pair[1] + ends)
-    expected = pytest.approx(micro_batches + step._optimizer)
-    assert step.time(OVERLAP if fb_overlap else MEGATRON) == expected
+    alone = layers.forward + layers.backward + ends
+    if form is MEGATRON:
+        assert layers == (LAYERS * of_layer.forward, LAYERS * of_layer.backward, layers[1], None)
+        micro_batches = 4 * alone
+    else:  # the first forward and the last backward are alone
+        assert layers.pair is not None
+        assert layers.pair < layers.forward + layers.backward < in_order
+        micro_batches = alone + 3 * (layers.pair + ends)
+    assert step.time(form) == pytest.approx(micro_batches + step._optimizer)
+
+
+def test_gradients_that_are_reduced_in_the_last_backward_do_not_wait() -> None:
+    job = training(LLAMA2_7B, Layout(2, 1, 2, 1), 16384, micro_batch=1, micro_batches=4)
+    steps = [Step(SERVER.machine(), replace(job, overlaps=(on, False))) for on in (True, False)]
+    with mock.patch.object(Step, "_buckets", return_value=(0.0, 0.0)):
+        late, early = (step.time(OVERLAP) for step in steps)
+    last, backward = steps[0].layer_time(MEGATRON).backward, steps[1].chunk(OVERLAP, 0).backward
+    assert late - early == pytest.approx(LAYERS * last - backward)
+    assert late > early
+
+
+def test_a_launch_runs_in_order_where_its_host_is_the_limit_without_what_nothing_reads() -> None:
+    job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 4096, micro_batches=4, recomputes=True)
+    step = Step(SERVER.launching(1e-2).machine(), job)
+    assert OVERLAP.alone is not None
+    assert step.time(OVERLAP) == step.time(OVERLAP.alone) < step.time(MEGATRON)
 
 
 def test_transfers_between_stages_and_recomputed_forwards_lengthen_a_pipeline() -> None:
@@ -176,6 +197,24 @@ def test_every_size_divides_what_it_should(sizes: tuple[int, int, int, int]) -> 
     kept = LAYERS * 4096 * 2 * H / (tp * cp) + layer + logits
     assert full.activations == pytest.approx(kept)
     assert stored.communication > 0 or max(sizes) == 1
+
+
+def test_passes_hold_two_recomputed_layers_and_the_operands_of_four_weight_gradients() -> None:
+    def more(recomputes: bool, form: Variant = OVERLAP, stages: int = 4) -> float:
+        layout = Layout(8, 1, 1, stages)
+        ours, plain = (memory(layout, of, recomputes) for of in (form, MEGATRON))
+        return ours.activations - plain.activations
+
+    # qkv, proj, fc1 and fc2; what is gathered has all rows.
+    operands = 2 * 4096 * (4 * H + (3 * H + H + 3 * F) / 8)
+    assert more(recomputes=False) == operands
+    layer = 4096 * (2 * (5 * H + 3 * H + 3 * F) + 64 * 32) / 8
+    assert more(recomputes=True) == pytest.approx(operands + layer)
+    assert more(recomputes=True, stages=LAYERS) == pytest.approx(operands)
+    # Of the first of four stages, 7 and a part of one more micro-batch instead of 4.
+    in_flight = 4 * LAYERS / 4 * layer
+    with_forwards = more(recomputes=False, form=OVERLAP_MEMORY)
+    assert with_forwards == pytest.approx(operands + in_flight)
 
 
 def test_the_fullest_stage_decides_on_memory() -> None:
