@@ -6,6 +6,7 @@ MindSpeed's parsers, the CPU pretraining and ``commfuse-npu plan`` read this tab
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,13 +14,13 @@ from typing import Any
 from commfuse_npu.did_you_mean import did_you_mean
 from commfuse_npu.plan import Schedule, default_shape
 from commfuse_npu.plan.schedule import Shape
-from commfuse_npu.removed import REMOVED, removed
+from commfuse_npu.removed import REMOVED, RENAMED, removed
 
 __all__ = [
     "DEFAULTS",
-    "FB_OVERLAP_OPTIONS",
     "LAYERS",
     "OPTIONS",
+    "OVERLAP_OPTIONS",
     "add_arguments",
     "given_options",
     "keeps_short_blocks",
@@ -137,21 +138,27 @@ OPTIONS: dict[str, Declared] = {
 }
 """``--use-commfuse`` and its options, by the attribute in a namespace."""
 
-FB_OVERLAP_OPTIONS: dict[str, Declared] = {
-    "commfuse_fb_overlap": _option(
+OVERLAP_OPTIONS: dict[str, Declared] = {
+    "commfuse_overlap": _option(
         False,
-        "run the forward of a micro-batch beside the backward of another one, each hiding its "
-        "transfers behind the other's work; the same bits",
+        "overlap transfers with other passes: the forward of another micro-batch, recomputations "
+        "ahead of their gradients, weight gradients; the same bits",
         action="store_true",
     ),
-    "commfuse_fb_overlap_memory": _option(
+    "commfuse_overlap_memory": _option(
         False,
-        "allow it in a pipeline without virtual stages, where a stage holds the activations of up "
-        "to twice as many micro-batches",
+        "run forwards beside backwards in a pipeline without virtual stages, too, where a stage "
+        "then holds the activations of up to twice as many micro-batches",
+        action="store_true",
+    ),
+    "commfuse_overlap_check": _option(
+        False,
+        "run the micro-batches of the second step in Megatron's order, too, and compare the bits "
+        "of all gradients",
         action="store_true",
     ),
 }
-"""The options of forward-backward overlap, which does not need ``--use-commfuse``."""
+"""The options of overlap, which does not need ``--use-commfuse``."""
 
 DEFAULTS = {name: default for name, (default, _) in OPTIONS.items()}
 """The value of each of :data:`OPTIONS` where it is not given."""
@@ -171,6 +178,9 @@ def add_arguments(
     """
     for name, (_, keywords) in options.items():
         parser.add_argument(option_name(name), **keywords)
+    for old, new in RENAMED.items():
+        if new in map(option_name, options):
+            parser.add_argument(old, action=_renamed(new), nargs=0, help=argparse.SUPPRESS)
     for name in filter(_is_option, REMOVED):
         refused: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         parser.add_argument(name, type=_refusal(name), **refused)
@@ -185,6 +195,23 @@ def _refusal(name: str) -> Callable[[str], str]:
         raise argparse.ArgumentTypeError(removed(name))
 
     return convert
+
+
+def _renamed(new: str) -> type[argparse.Action]:
+    """An action for the old name of a flag."""
+
+    class Renamed(argparse.Action):
+        def __init__(self, option_strings: Sequence[str], dest: str, **keywords: Any) -> None:
+            dest = new.removeprefix("--").replace("-", "_")
+            super().__init__(option_strings, dest, default=argparse.SUPPRESS, **keywords)
+
+        def __call__(
+            self, _: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
+        ) -> None:
+            warnings.warn(f"{option} is now {new}", FutureWarning, stacklevel=2)
+            setattr(namespace, self.dest, True)
+
+    return Renamed
 
 
 def given_options(args: argparse.Namespace) -> argparse.Namespace:
@@ -246,7 +273,8 @@ def schedule_for(
 
 def unknown_option(words: Sequence[str]) -> str:
     """A message about the first unknown or removed option of CommFuse in ``words``; else empty."""
-    names = [option_name(name) for name in (*OPTIONS, *FB_OVERLAP_OPTIONS)]
+    names = [option_name(name) for name in (*OPTIONS, *OVERLAP_OPTIONS)]
+    names += RENAMED
     names += [f"--no-{name.removeprefix('--')}" for name in names]
     for word in words:
         name = word.partition("=")[0]

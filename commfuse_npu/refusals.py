@@ -19,6 +19,7 @@ from typing import Any
 from commfuse_npu.options import LAYERS, option_name
 
 __all__ = [
+    "BESIDE",
     "EXPERTS",
     "RECOMPUTED",
     "REFUSALS_OF",
@@ -102,11 +103,8 @@ _REPAIRED = "after a fault it recreates the process groups, but not the lanes"
 _NO_WGRAD = "it takes the weight gradients out of the backward of the linear layers"
 _WINDOW = "a query sees a window of the keys only"
 _OWN_SCHEDULE = "it has a pipeline schedule of its own"
-_SCHEDULES = (
-    *("--recompute-in-bubble", "--recompute-in-advance", "--use-nanopipe"),
-    *("--optimize-send-recv-comm", "--automated-pipeline-perf"),
-    *("--use-multiparameter-pipeline-model-parallel", "--layerwise-disaggregated-training"),
-)
+BESIDE = "forwards beside backwards"
+"""A part of ``--commfuse-overlap`` that a launch may exclude by itself."""
 _OTHER_SCHEDULE = "leave {ours} out or choose another pipeline schedule"
 _OWN_BUFFERS = "it shards parameters and gradients in buffers of its own"
 _FREES = "a backward frees parameters that the forward beside it uses"
@@ -191,15 +189,27 @@ _TABLE: dict[str, dict[str, _Row]] = {
         ),
         "--layerwise-disaggregated-training": "its first pipeline stage does not reduce gradients",
     },
-    "--commfuse-fb-overlap": {
+    "--commfuse-overlap": {
         "--optimization-level": _LEVEL,
         "--moe-fb-overlap": "it overlaps the same forwards and backwards",
         "--schedules-method dualpipev": (_OWN_SCHEDULE, _OTHER_SCHEDULE),
-        **dict.fromkeys(_SCHEDULES, _OWN_SCHEDULE),
-        "--stage dpo": (_OWN_SCHEDULE, "leave {ours} out"),
+        **dict.fromkeys(
+            (
+                *("--recompute-in-bubble", "--recompute-in-advance", "--use-nanopipe"),
+                "--layerwise-disaggregated-training",
+            ),
+            _OWN_SCHEDULE,
+        ),
         **dict.fromkeys(("--use-torch-fsdp2", "--use-custom-fsdp"), _FREES),
         "--enable-cuda-graph": "a graph cannot hold a forward and a backward at once",
     },
+    BESIDE: dict.fromkeys(
+        (
+            *("--stage dpo", "--optimize-send-recv-comm", "--automated-pipeline-perf"),
+            "--use-multiparameter-pipeline-model-parallel",
+        ),
+        _OWN_SCHEDULE,
+    ),
 }
 _DEFAULTS = {"--attention-dropout": "0.1"}
 
@@ -289,7 +299,7 @@ RECOMPUTED = "selective recomputation runs core attention separately"
 
 UNSPLIT = (
     "without sequence parallelism its all-reduce stays Megatron's, because from three ranks on a "
-    "fused sum may have another order (--sequence-parallel fuses it; --commfuse-fb-overlap hides "
+    "fused sum may have another order (--sequence-parallel fuses it; --commfuse-overlap hides "
     "it with the same bits)"
 )
 """Why a row-parallel layer, and with it attention, is not fused."""

@@ -1,8 +1,14 @@
-"""Names and options that this version does not have, each with what to use in its place."""
+"""Names and options that this version does not have, or calls otherwise."""
 
 from __future__ import annotations
 
-__all__ = ["REMOVED", "missing_name", "removed"]
+__all__ = ["REMOVED", "RENAMED", "missing_name", "removed"]
+
+RENAMED = {
+    "--commfuse-fb-overlap": "--commfuse-overlap",
+    "--commfuse-fb-overlap-memory": "--commfuse-overlap-memory",
+}
+"""Old names of options, which work until the next release, and say so."""
 
 _SHARDS = (
     "PyTorch's FSDP2 shards a model over its data-parallel ranks, with torch.distributed.fsdp."
@@ -25,6 +31,11 @@ REMOVED = {
     "--commfuse-taper": "all chunks of a block have one length; leave it out, or choose their "
     "number with --commfuse-chunks",
     "taper_down": "all chunks have one length; Schedule.runs cuts a block into them",
+    **dict.fromkeys(
+        ("Order", "HandOverPoint"), "passes take turns by one rule (commfuse_npu.plan.turns)"
+    ),
+    "SideState": "it is called PassState",
+    "OtherSideError": "it is called OtherPassError",
     "commfuse-npu bench": _FORMS,
     **{f"commfuse-npu measure --{name}": _FORMS for name in ("works", "forms", "ratios", "rounds")},
 }

@@ -61,7 +61,7 @@ def train(enabled: bool) -> list[torch.Tensor]:
     overlap.check()  # before the optimizer changes weights
     # end
     if rank == 0 and enabled:
-        print(f"{overlap.pairs} pairs, {sum(overlap.hand_overs)} transfers with work beside them")
+        print(f"{overlap.runs} pairs, {overlap.hand_overs.total()} transfers with work beside them")
     return [weight.grad for weight in weights if weight.grad is not None]
 
 

@@ -1,4 +1,4 @@
-"""``--use-commfuse`` and ``--commfuse-fb-overlap`` as a feature of MindSpeed.
+"""``--use-commfuse`` and ``--commfuse-overlap`` as a feature of MindSpeed.
 
 MindSpeed calls the hooks of a feature in this order (read in its sources and run on CPU):
 ``register_args`` on an early parser; ``pre_register_patches`` and ``register_patches`` if a flag
@@ -18,30 +18,35 @@ from typing import Any
 from commfuse_npu.kernels import use_matmul_add
 from commfuse_npu.options import (
     DEFAULTS,
-    FB_OVERLAP_OPTIONS,
     OPTIONS,
+    OVERLAP_OPTIONS,
     add_arguments,
     given_options,
 )
-from commfuse_npu.refusals import IncompatibleOptionsError, check_compatible
-from mindspeed_patches.fb_overlap.overlapping import Overlapping, plain_pipeline_memory
+from commfuse_npu.refusals import (
+    BESIDE,
+    REFUSALS_OF,
+    IncompatibleOptionsError,
+    check_compatible,
+)
+from mindspeed_patches.fb_overlap.overlapping import Overlapping
 from mindspeed_patches.training_options import LaunchSizes, check_options, register_wrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
-_FUSED, _OVERLAPPED = "--use-commfuse", "--commfuse-fb-overlap"
+_FUSED, _OVERLAPPED = "--use-commfuse", "--commfuse-overlap"
 _logger = logging.getLogger(__name__)
 
 
 class CommFuseFeature:
-    """Fuses layers and overlaps forwards with backwards; each flag works with or without the other.
+    """Fuses layers and lets passes take turns; each flag works with or without the other.
 
     MindSpeed's manager calls these hooks of every feature in its list, whatever its class (read).
 
     Attributes:
         wrappers: the linear wrappers with their call counts; ``None`` until patches are registered
             for ``--use-commfuse``.
-        overlapping: the schedule; ``None`` until patches are registered for
-            ``--commfuse-fb-overlap``.
+        overlapping: the passes; ``None`` until patches are registered for
+            ``--commfuse-overlap``.
     """
 
     feature_name = "use_commfuse"
@@ -57,7 +62,7 @@ class CommFuseFeature:
     def register_args(self, parser: argparse.ArgumentParser) -> None:
         """Declare options; called on the early parser and on Megatron's."""
         group = parser.add_argument_group(title="commfuse")
-        add_arguments(group, OPTIONS | FB_OVERLAP_OPTIONS)
+        add_arguments(group, OPTIONS | OVERLAP_OPTIONS)
         group.set_defaults(**DEFAULTS)
 
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
@@ -70,9 +75,17 @@ class CommFuseFeature:
             self._fuse(patch_manager, args)
         if _OVERLAPPED in flags:
             check_compatible(args, _OVERLAPPED)
-            # Overlap in a plain pipeline needs its own option, which validate_args checks.
-            order_log = getattr(args, "commfuse_order_log", None)
-            self.overlapping = Overlapping(plain_pipelines=True, order_log=order_log)
+            alone = "; ".join(
+                f"{refusal.option}: {refusal.why}"
+                for refusal in REFUSALS_OF[BESIDE]
+                if refusal.given(args)
+            )
+            self.overlapping = Overlapping(
+                plain_pipelines=bool(getattr(args, "commfuse_overlap_memory", None)),
+                check=bool(getattr(args, "commfuse_overlap_check", None)),
+                alone=alone or None,
+                order_log=getattr(args, "commfuse_order_log", None),
+            )
             self.overlapping.register(patch_manager)
 
     def _fuse(self, patch_manager: Any, args: argparse.Namespace) -> None:
@@ -103,17 +116,8 @@ class CommFuseFeature:
                 "--use-distributed-optimizer for gradients and parameters, or --commfuse-ulysses "
                 "with --context-parallel-algo ulysses_cp_algo, or leave --use-commfuse out"
             )
-        if _OVERLAPPED not in flags:
-            return
-        check_compatible(args, _OVERLAPPED)
-        stages = getattr(args, "pipeline_model_parallel_size", None) or 1
-        plain = getattr(args, "virtual_pipeline_model_parallel_size", None) is None
-        if stages > 1 and plain and not getattr(args, "commfuse_fb_overlap_memory", None):
-            raise IncompatibleOptionsError(
-                f"--commfuse-fb-overlap: {plain_pipeline_memory(stages)}; add "
-                "--commfuse-fb-overlap-memory to allow that, or use virtual stages, where it is "
-                "one model chunk more"
-            )
+        if _OVERLAPPED in flags:
+            check_compatible(args, _OVERLAPPED)
 
     def _do_nothing(self, *args: Any) -> None:
         """Take the place of MindSpeed's other hooks."""
@@ -123,7 +127,7 @@ class CommFuseFeature:
 
 def _flags(args: argparse.Namespace) -> list[str]:
     """Those of the two flags that are given."""
-    attributes = {_FUSED: "use_commfuse", _OVERLAPPED: "commfuse_fb_overlap"}
+    attributes = {_FUSED: "use_commfuse", _OVERLAPPED: "commfuse_overlap"}
     return [flag for flag, name in attributes.items() if getattr(args, name, None)]
 
 

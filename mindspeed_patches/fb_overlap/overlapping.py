@@ -92,6 +92,7 @@ class Overlapping:
             micro-batches, not ``p``.  Where all layers are recomputed these are only inputs, and
             it is done anyway.
         check: compare the gradients of each model's second step with those of Megatron's order.
+        alone: why no forward may run beside a backward, if so.
         order_log: a folder in which to record the order of collectives.
 
     Attributes:
@@ -102,9 +103,15 @@ class Overlapping:
     """
 
     def __init__(
-        self, *, plain_pipelines: bool = False, check: bool = False, order_log: str | None = None
+        self,
+        *,
+        plain_pipelines: bool = False,
+        check: bool = False,
+        alone: str | None = None,
+        order_log: str | None = None,
     ) -> None:
         self._plain_pipelines, self._check, self._order_log = plain_pipelines, check, order_log
+        self._always_alone = alone
         self._patches = PatchManager()
         self.clock: Callable[[], float] | None = None
         self.recomputation = Recomputation()
@@ -232,6 +239,8 @@ class Overlapping:
 
     def _alone(self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout) -> str | None:
         """Why no forward of this step can run beside a backward; ``None`` if it can."""
+        if self._always_alone is not None:
+            return self._always_alone
         if inspect.unwrap(plain).__module__ != _SCHEDULES:
             return f"the schedule is {plain.__module__}.{plain.__qualname__}, not Megatron's own"
         config = _config(layout)
@@ -241,7 +250,9 @@ class Overlapping:
         if len(layout.models) == 1 < layout.stages and not self._plain_pipelines:
             layers = -(-config.num_layers // layout.stages)
             if not recomputes_all(config, layers):
-                return f"{plain_pipeline_memory(layout.stages)}; plain_pipelines=True allows that"
+                return (
+                    f"{plain_pipeline_memory(layout.stages)}; --commfuse-overlap-memory allows that"
+                )
         return None
 
     def _keep_the_faster(self, training: _Training) -> None:

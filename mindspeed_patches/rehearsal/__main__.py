@@ -62,7 +62,7 @@ from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
 
 WAYS = "reference", "commfuse"
 
-FB_OVERLAP = "--commfuse-fb-overlap"
+OVERLAP = "--commfuse-overlap"
 """It does not require ``--use-commfuse``, and works with options that exclude that."""
 _SWAP = ("--swap-attention", "--swap-modules")
 _MEMORY = ("--swap-optimizer", "--swap-optimizer-times", "--reuse-fp32-param")
@@ -79,10 +79,10 @@ def prepare(options: Options, iterations: int, folder: Path) -> None:
     """Change ``options`` for a rehearsal; ``folder`` is the base of the launch's paths."""
     shorten(options, iterations)
     # In forward-backward overlap, keep options that change what a forward saves for its backward.
-    memory = _MEMORY if FB_OVERLAP in options else (*_MEMORY, *_SWAP)
+    memory = _MEMORY if OVERLAP in options else (*_MEMORY, *_SWAP)
     options.drop(*memory, why="there is no device memory to save")
     options.drop(*_PERMUTE, why="its kernels are not emulated; Megatron's own code takes its place")
-    if "--use-commfuse" not in options and FB_OVERLAP not in options:
+    if "--use-commfuse" not in options and OVERLAP not in options:
         # If a launch asks for both, the rehearsal shows how CommFuse refuses them.
         options.drop(*PEERS, why="CommFuse takes its place")
     # Megatron's own default is 0.1.
@@ -100,7 +100,7 @@ def arguments_of(way: str, options: Options) -> list[str]:
     result.drop("--no-use-commfuse")
     if way == "reference":
         result.drop("--use-commfuse", *commfuse_names(options))
-    elif FB_OVERLAP not in result:
+    elif OVERLAP not in result:
         result.set("--use-commfuse")
     return result.words
 

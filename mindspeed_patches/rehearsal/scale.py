@@ -152,7 +152,7 @@ def _batches(options: Options, layout: Layout, small: Layout) -> None:
     batches = options.number("--global-batch-size", micro * layout.data) // (micro * layout.data)
     micro = min(micro, 2)
     # Enough micro-batches that forwards and backwards form pairs on the first stage, too.
-    several = 4 * small.pipeline if "--commfuse-fb-overlap" in options else small.pipeline
+    several = 4 * small.pipeline if "--commfuse-overlap" in options else small.pipeline
     batches = max(1, min(batches, max(2, several)))
     options.set("--micro-batch-size", micro)
     _replace(options, micro * small.data * batches, "--global-batch-size")

@@ -21,7 +21,7 @@ from .arguments import UsageError, parse_arguments
 from .data import Corpus, load_corpus
 
 _DEMONSTRATION = (
-    "--compare --no-use-commfuse --commfuse-fb-overlap --link-rate 80 --num-layers 2 "
+    "--compare --no-use-commfuse --commfuse-overlap --link-rate 80 --num-layers 2 "
     "--micro-batch-size 2 --train-iters 13"
 )
 """Options of the final demonstration without arguments: Megatron's order, then with overlap."""

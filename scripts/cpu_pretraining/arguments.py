@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from commfuse_npu.options import DEFAULTS, FB_OVERLAP_OPTIONS, OPTIONS, add_arguments, whole
+from commfuse_npu.options import DEFAULTS, OPTIONS, OVERLAP_OPTIONS, add_arguments, whole
 from commfuse_npu.refusals import IncompatibleOptionsError
 from commfuse_npu.tools.model_config import ModelConfig, indivisible, problems
 from commfuse_npu.tools.option_types import Parser, positive
@@ -81,7 +81,8 @@ def _parser() -> Parser:
                 text += f" ({default})"
             group.add_argument(f"--{name}", default=default, help=text, **words)
     group.add_argument("--fp32", dest="bf16", action="store_false")
-    overlap = {"commfuse_fb_overlap": FB_OVERLAP_OPTIONS["commfuse_fb_overlap"]}
+    flags = "commfuse_overlap", "commfuse_overlap_check"
+    overlap = {name: OVERLAP_OPTIONS[name] for name in flags}
     add_arguments(parser.add_argument_group("CommFuse"), OPTIONS | overlap)
     parser.set_defaults(**DEFAULTS | {"use_commfuse": True})
     return parser
@@ -133,7 +134,7 @@ def _contradictions(args: argparse.Namespace) -> Iterator[str]:
                "or --commfuse-dp with --data-parallel-size of at least 2")  # fmt: skip
     if args.compare and len(forms(args)) == 1:
         yield ("--compare has nothing to compare with Megatron's own layers; leave "
-               "--no-use-commfuse out, or add --commfuse-fb-overlap")  # fmt: skip
+               "--no-use-commfuse out, or add --commfuse-overlap")  # fmt: skip
     if args.link_rate is not None and args.world_size == 1:
         yield (f"--link-rate {args.link_rate:g} needs links, but there is 1 process; choose "
                "--tensor-model-parallel-size 2 or more, or leave --link-rate out")  # fmt: skip

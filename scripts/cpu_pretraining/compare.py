@@ -4,7 +4,7 @@
 plain      the fused layers' GEMMs, each after or before the whole collective
 commfuse   fused layers: transfers overlap with the GEMMs
 megatron   Megatron's own layers, whose GEMMs are not split and may round differently
-overlap    Megatron's own layers, forwards beside backwards (``--commfuse-fb-overlap``)
+overlap    Megatron's own layers, forwards beside backwards (``--commfuse-overlap``)
 =========  =================================================================================
 
 The second of each pair must agree with the first in every loss and every weight.
@@ -66,7 +66,7 @@ _LEAST = 10
 def forms(args: argparse.Namespace) -> list[str]:
     """The forms that are compared with these options."""
     fused = ["plain", "commfuse"] if args.use_commfuse else []
-    return [*fused, "megatron", *(["overlap"] if args.commfuse_fb_overlap else [])]
+    return [*fused, "megatron", *(["overlap"] if args.commfuse_overlap else [])]
 
 
 def _pairs(outcomes: Outcomes) -> list[tuple[str, str]]:

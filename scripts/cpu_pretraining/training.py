@@ -39,7 +39,7 @@ class Worker:
         Collective. If the training diverges, the outcome has the error.
 
         Args:
-            form: of the layers, as in ``compare``. ``--commfuse-fb-overlap`` runs forwards beside
+            form: of the layers, as in ``compare``. ``--commfuse-overlap`` runs forwards beside
                 backwards in any form that is not compared.
         """
         if not parallel_state.model_parallel_is_initialized():
@@ -56,11 +56,12 @@ class Worker:
                 layers = fused_layers(argparse.Namespace(**vars(args) | changes), collectives=plain)
                 wrappers, _ = undone.enter_context(layers)
             model_parallel_cuda_manual_seed(args.seed)
+            if form == "overlap" or (args.commfuse_overlap and not args.compare):
+                check = args.commfuse_overlap_check
+                overlapping = Overlapping(check=check, order_log=args.commfuse_order_log)
+                overlapping.start()
+                undone.callback(overlapping.stop)
             training = Training(args, corpus, log)
-            if form == "overlap" or (args.commfuse_fb_overlap and not args.compare):
-                overlapping = Overlapping(order_log=args.commfuse_order_log)
-                wrap = overlapping.get_forward_backward_func_wrapper
-                training.forward_backward = wrap(get_forward_backward_func)()
             try:
                 outcome = training.run()
             except FloatingPointError as error:

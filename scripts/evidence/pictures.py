@@ -30,7 +30,7 @@ _LAYOUTS = (
     *(("ascend_910c_supernode", "llama3_8b", tp) for tp in (4, 8)),
 )
 _FORMS = {
-    "commfuse-fb": "--commfuse-fb-overlap",
+    "commfuse-fb": "--commfuse-overlap",
     "commfuse": "--use-commfuse",
     "coc": "CoC, slices",
     "coc-fused": "CoC, kernel",

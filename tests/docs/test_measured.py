@@ -18,7 +18,7 @@ from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.step import _cost as simulated_once
 from commfuse_npu.tools.simulate.timed import ratio
 from commfuse_npu.tools.simulate.training import Layout, training
-from commfuse_npu.tools.simulate.variants import FB_OVERLAP
+from commfuse_npu.tools.simulate.variants import OVERLAP
 from commfuse_npu.tools.simulate.variants import REFERENCE as BLOCKING
 from scripts.evidence.layers import layer, shares
 
@@ -107,7 +107,7 @@ def test_strict_turns_save_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -
     for choose in (fb_overlap.best_order, strict_turns):
         monkeypatch.setattr(fb_overlap, "best_order", choose)
         simulated_once.cache_clear()
-        saved.append(1 - step.layer_time(FB_OVERLAP).seconds / step.layer_time(BLOCKING).seconds)
+        saved.append(1 - step.layer_time(OVERLAP).seconds / step.layer_time(BLOCKING).seconds)
     simulated_once.cache_clear()
     best, strict = (f"{100 * share:.1f} %" for share in saved)
     page = (DOCS / "fb_overlap.md").read_text("utf-8").replace("\n", " ")

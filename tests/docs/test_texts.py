@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.options import FB_OVERLAP_OPTIONS, OPTIONS, option_name
+from commfuse_npu.options import OPTIONS, OVERLAP_OPTIONS, option_name
 from commfuse_npu.refusals import REFUSALS_OF
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.option_types import Parser
@@ -89,14 +89,14 @@ def test_every_option_of_the_launch_is_explained_or_listed_as_refused() -> None:
         (ROOT / "docs" / page).read_text("utf-8").replace("\n", " ")
         for page in ("options.md", "limits.md", "options_zh.md")
     )
-    names = set(map(option_name, OPTIONS | FB_OVERLAP_OPTIONS))
+    names = set(map(option_name, OPTIONS | OVERLAP_OPTIONS))
     assert [
         name for name in names if f"`{name}`" not in options or f"`{name}`" not in chinese
     ] == []
     in_words = {"--context-parallel-size", "--position-embedding-type alibi"}
     refused = {
         refusal.option
-        for ours in REFUSALS_OF.keys() - {"--commfuse-fb-overlap"}  # those are in fb_overlap.md
+        for ours in REFUSALS_OF.keys() - {"--commfuse-overlap"}  # those are in fb_overlap.md
         for refusal in REFUSALS_OF[ours]
     } - in_words
     assert [name for name in refused if name not in limits or name not in chinese] == []

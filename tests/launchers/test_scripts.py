@@ -24,7 +24,7 @@ def test_what_is_started_and_for_whom(model: str) -> None:
     tokenizer = "--tokenizer-model" if "llama2" in model else "--tokenizer-name-or-path"
     assert value(fused, tokenizer) == "/tokenizer"
     # Everything else is the same.
-    option = "--commfuse-fb-overlap" if model == "llama2_70b" else "--use-commfuse"
+    option = "--commfuse-overlap" if model == "llama2_70b" else "--use-commfuse"
     extra = ["-m", "mindspeed_patches.launch", option]
     assert [word for word in fused if word not in extra] == plain
     assert [word for word in extra if word in plain] == []

@@ -44,7 +44,7 @@ LINE = re.compile(
 long = pytest.mark.long
 REPLICAS = "--tensor-model-parallel-size 1 --data-parallel-size 2"
 ULYSSES = "--tensor-model-parallel-size 1 --context-parallel-size 2 --commfuse-ulysses"
-OVERLAP = "--train-iters 2 --commfuse-fb-overlap"
+OVERLAP = "--train-iters 2 --commfuse-overlap"
 
 
 def asked(rank: int, method: str, args: Sequence[Any]) -> tuple[Any, str]:
@@ -107,9 +107,9 @@ def test_layouts_agree(ranks, tmp_path: Path) -> None:
             "gradients parameters",
             marks=long,
         ),
-        ("--commfuse-fb-overlap --no-use-commfuse", ""),
+        ("--commfuse-overlap --no-use-commfuse", ""),
         (
-            "--commfuse-fb-overlap --recompute --no-gradient-accumulation-fusion",
+            "--commfuse-overlap --recompute --no-gradient-accumulation-fusion",
             "qkv proj fc1 fc2 output",
         ),
     ],
@@ -126,7 +126,7 @@ def test_compared_forms_have_the_same_bits(ranks, tmp_path: Path, options, fused
     # Three iterations of four micro-batches, two layers, each computed twice.
     assert ("qkv: 48 forward calls fused" in printed) == ("--recompute" in options)
     assert f"{tmp_path}/timelines.png was not drawn: no iteration" in printed
-    assert ("overlap" in hashes) == ("--commfuse-fb-overlap" in options)
+    assert ("overlap" in hashes) == ("--commfuse-overlap" in options)
     if "overlap" in hashes:
         assert hashes["overlap"] == hashes["megatron"]
         assert "3 of 4 forwards of stage 0 run beside a backward" in printed
@@ -138,7 +138,7 @@ def test_the_order_of_transfers_is_recorded_and_proved(ranks, tmp_path: Path) ->
     ends, collectives = [], 2 * 2 * 3 * 28
     for options, operations in (
         ("--no-use-commfuse", collectives),
-        ("--commfuse-chunks 2", 352),
+        ("--commfuse-chunks 2", 356),
         ("--commfuse-chunks 2 --plain", collectives),
     ):
         log = tmp_path / str(len(ends))

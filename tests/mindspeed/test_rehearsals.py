@@ -93,7 +93,7 @@ ATTENTION_CASES = {
 
 SEVERAL = MODEL.replace("--micro-batch-size 2", "--micro-batch-size 1")
 """Enough micro-batches to pair them, also with replicas."""
-STAGES = "--pipeline-model-parallel-size 2 --commfuse-fb-overlap-memory"
+STAGES = "--pipeline-model-parallel-size 2 --commfuse-overlap-memory"
 VIRTUAL = (
     "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 )
@@ -248,7 +248,7 @@ def test_commfuse_changes_no_bit_and_leaves_no_collective(case: str, tmp_path: P
 @pytest.mark.parametrize("case", TURNS)
 def test_micro_batches_that_take_turns_change_no_bit(case: str, tmp_path: Path) -> None:
     processes, options = TURNS[case]
-    options = f"{LOCAL} {options} --commfuse-fb-overlap"
+    options = f"{LOCAL} {options} --commfuse-overlap"
     reference, commfuse = rehearsed(tmp_path, processes, options, iterations=3, model=SEVERAL)
     assert all(record.pairs > 0 for record in commfuse)
     assert all(record.pairs == 0 for record in reference)
@@ -262,7 +262,7 @@ def test_launches_as_they_are_take_turns(script: str, tmp_path: Path) -> None:
     path = Path(os.environ["MINDSPEED_LLM_HOME"]) / "examples" / "mcore" / script
     if not path.is_file():
         pytest.skip(f"this MindSpeed-LLM has no {script}")
-    flags = "--commfuse-fb-overlap --commfuse-fb-overlap-memory"
+    flags = "--commfuse-overlap --commfuse-overlap-memory"
     copy = tmp_path / path.name
     copy.write_text(re.sub(r"(?<=train_gpt\.py)", f" {flags}", path.read_text("utf-8")), "utf-8")
     limits = ("--rehearse-scale", "--processes", "4", "--iterations", "3")

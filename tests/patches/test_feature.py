@@ -61,10 +61,10 @@ def test_overlap_wraps_schedules_and_checkpoints_unless_refused() -> None:
     parser = argparse.ArgumentParser()
     feature.register_args(parser)
     assert not feature.is_need_apply(parser.parse_args([]))
-    args = parser.parse_args(["--commfuse-fb-overlap", "--commfuse-order-log", "a folder"])
+    args = parser.parse_args(["--commfuse-overlap", "--commfuse-order-log", "a folder"])
     assert feature.is_need_apply(args)
     feature.register_patches(manager, args)
-    pipeline = {"commfuse_fb_overlap": True, "pipeline_model_parallel_size": 4}
+    pipeline = {"commfuse_overlap": True, "pipeline_model_parallel_size": 4}
     schedules = "megatron.core.pipeline_parallel.schedules"
     wrapped = {path.rpartition("tensor_parallel.")[2] for path in manager._wrappers}
     assert wrapped == {
@@ -77,15 +77,18 @@ def test_overlap_wraps_schedules_and_checkpoints_unless_refused() -> None:
         "register_grad_ready",
     }
     assert getattr(feature.overlapping, "_order_log", None) == "a folder"
-    for more in ({"commfuse_fb_overlap_memory": 1}, {"virtual_pipeline_model_parallel_size": 2}):
+    for more in ({"commfuse_overlap_memory": 1}, {"virtual_pipeline_model_parallel_size": 2}):
         feature.validate_args(names(**pipeline, **more))
-    with pytest.raises(IncompatibleOptionsError, match="instead of 4; add --commfuse-fb-overlap-m"):
-        feature.validate_args(names(**pipeline))
+    assert getattr(feature.overlapping, "_always_alone", "") is None
+    feature.register_patches(manager, names(**pipeline, stage="dpo"))
+    assert feature.overlapping._always_alone == "--stage dpo: it has a pipeline schedule of its own"
+    with pytest.warns(FutureWarning, match="--commfuse-fb-overlap is now --commfuse-overlap"):
+        assert parser.parse_args(["--commfuse-fb-overlap"]).commfuse_overlap
     for option, name, value in (
         ("--use-nanopipe", "use_nanopipe", True),
         ("--optimization-level", "optimization_level", 1),
     ):
-        message = f"fb-overlap and {option} exclude"
+        message = f"commfuse-overlap and {option} exclude"
         for refuse in (feature.validate_args, lambda args: feature.register_patches(manager, args)):
             with pytest.raises(IncompatibleOptionsError, match=message):
                 refuse(names(**pipeline, **{name: value}))

@@ -34,7 +34,9 @@ def attention(mask: str = "causal", **exchange: Any) -> Any:
     ],
 )
 def test_obstacles_by_their_reason(attention, beside, keys, reason, caplog, monkeypatch) -> None:
-    monkeypatch.setattr("mindspeed_patches.ulysses.active_turns", lambda: beside)
+    monkeypatch.setattr(
+        "mindspeed_patches.ulysses.active_turns", lambda: beside and Mock(alone=False)
+    )
     linears = LinearWrappers()
     ulysses: Any = UlyssesWrappers(linears)
     ulysses.transport = SimpleNamespace(size=2, group=GROUP)

@@ -43,7 +43,7 @@ SWAP = "--swap-attention --reuse-fp32-param"
         ("--use-ascend-coc --use-commfuse", "--use-ascend-coc", "", ""),
         (SWAP, "", SWAP, "no device memory"),
         (PERMUTE, "", PERMUTE, "Megatron's own code takes its place"),
-        (f"{SWAP} --commfuse-fb-overlap", "--swap-attention", "--reuse-fp32-param", ""),
+        (f"{SWAP} --commfuse-overlap", "--swap-attention", "--reuse-fp32-param", ""),
     ],
 )  # fmt: skip
 def test_what_is_changed(text: str, with_values, without, noted, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_what_is_changed(text: str, with_values, without, noted, tmp_path: Path)
     [
         ("--a 1 --use-commfuse --commfuse-lanes 2 --no-commfuse-attention --b", "--a 1 --b", ""),
         ("--a 1 --no-use-commfuse", "--a 1", "--a 1 --use-commfuse"),
-        ("--commfuse-fb-overlap", "", ""),
+        ("--commfuse-overlap", "", ""),
     ],
 )
 def test_the_two_runs_differ_in_commfuse_only(words: str, reference: str, commfuse: str) -> None:
@@ -143,7 +143,7 @@ def test_as_many_groups_as_heads_stay_as_many() -> None:
 
 @pytest.mark.parametrize(("limit", "stage"), [(8, "1"), (2, None)])
 def test_virtual_stages_stay_virtual(limit: int, stage: str | None) -> None:
-    text = LLAMA3_70B + " --num-layers-per-virtual-pipeline-stage 10 --commfuse-fb-overlap"
+    text = LLAMA3_70B + " --num-layers-per-virtual-pipeline-stage 10 --commfuse-overlap"
     options, small = scaled(text, 64, limit)
     assert options.text("--num-layers-per-virtual-pipeline-stage") == stage
     assert number(options, "--num-layers") == 2 * small.pipeline

@@ -83,7 +83,7 @@ def check_cann(machine: Machine) -> Finding:
         advice = (
             "update it to 9.1 or newer, or take 8.5: hcomm 9.0 drops return codes of grouped "
             "transfers (read in hccl_group.cc:234, 274), so that a transfer that failed is "
-            "reported as done; or leave --use-commfuse out; --commfuse-fb-overlap needs no such "
+            "reported as done; or leave --use-commfuse out; --commfuse-overlap needs no such "
             "transfer"
         )
         return Finding("CANN", "warning", version, advice)

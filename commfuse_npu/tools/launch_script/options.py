@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from commfuse_npu.removed import RENAMED
 from commfuse_npu.tools.launch_script import UsageError
 
 
@@ -26,6 +27,7 @@ class Options:
         for word in words:
             if word.startswith("--"):
                 name, has_value, value = word.partition("=")
+                name = RENAMED.get(name, name)
                 self._values[name] = [value] if has_value else []
             elif name:
                 self._values[name].append(word)

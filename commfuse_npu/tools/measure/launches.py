@@ -26,7 +26,7 @@ from commfuse_npu.tools.launch_script.short_run import (
     torchrun_here,
 )
 from commfuse_npu.tools.quartiles import Range, quartiles
-from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, FB_OVERLAP, MC2, MEGATRON
+from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, MC2, MEGATRON, OVERLAP
 from commfuse_npu.tools.simulate.variants import FORMS as LAUNCHED
 
 ITERATIONS = 10
@@ -53,7 +53,7 @@ class Form(NamedTuple):
 
 FORMS = (
     Form("megatron", *LAUNCHED[MEGATRON]),
-    Form("fb_overlap", *LAUNCHED[FB_OVERLAP], ours=True),
+    Form("fb_overlap", *LAUNCHED[OVERLAP], ours=True),
     Form("commfuse", "CommFuse's fused layers", "--use-commfuse", ours=True),
     Form("mc2", *LAUNCHED[MC2]),
     Form("coc_kernel", *LAUNCHED[COC_FUSED]),
@@ -117,7 +117,7 @@ def _in_form(options: Options, form: Form) -> list[str]:
     if form.name != "commfuse":
         result.drop(*commfuse_names(result))
     if form.name == "fb_overlap":
-        result.set("--commfuse-fb-overlap-memory")  # required in a plain pipeline
+        result.set("--commfuse-overlap-memory")  # required in a plain pipeline
     return [*result.words, *form.flags.split()]
 
 

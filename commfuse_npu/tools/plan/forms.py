@@ -21,14 +21,14 @@ from commfuse_npu.tools.plan.obstacles import Judged, Obstacles, obstacles
 from commfuse_npu.tools.simulate.footprint import footprint, limit
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import COC, FB_OVERLAP, FORMS, MEGATRON
+from commfuse_npu.tools.simulate.variants import COC, FORMS, MEGATRON, OVERLAP
 from commfuse_npu.tools.simulate.variants import forms as simulated_forms
 from commfuse_npu.tools.terminal import table_row
 
 _FUSED = "fused layers"
 _EXCLUSIVE = {
     *("--use-ascend-coc", "--coc-fused-kernel", "--use-ascend-mc2"),
-    *("--use-commfuse", "--commfuse-fb-overlap", "--commfuse-fb-overlap-memory"),
+    *("--use-commfuse", "--commfuse-overlap", "--commfuse-overlap-memory"),
 }
 """Options that choose a form.  Transfers inside of CoC's and MC2's operators leave nothing to
 overlap, and MindSpeed refuses CoC with MC2."""
@@ -185,9 +185,9 @@ def _forms(
     options = launch.options
     virtual = any(name.startswith("--num-") and "virtual" in name for name in options.names)
     stages = launch.config.pipeline_model_parallel_size
-    (megatron, _), (overlap, flags) = FORMS[MEGATRON], FORMS[FB_OVERLAP]
+    (megatron, _), (overlap, flags) = FORMS[MEGATRON], FORMS[OVERLAP]
     if stages > 1 and not virtual:
-        flags += " --commfuse-fb-overlap-memory"
+        flags += " --commfuse-overlap-memory"
     rows = {
         megatron: ("", ""),
         overlap: (flags, against.overlap),
@@ -255,7 +255,7 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
     notes = [*launch.command.notes, *about, *against.notes]
     if against.paired is not None and not against.overlap:
         beside = f"{against.paired:.0%} of a stage's forwards run beside a backward"
-        notes.append(f"with --commfuse-fb-overlap {beside}")
+        notes.append(f"with --commfuse-overlap {beside}")
     return LaunchPlan(
         launch.name,
         _layout(launch),

@@ -31,14 +31,14 @@ _TRANSFERS, _CUBE = {"HCCL", "COMMUNICATION"}, {"AI_CORE", "MIX_AIC", "N/A"}
 _COMPUTING = {"cube", "vector"}
 _UNNAMED = "not named"
 _FORMS = {
-    "--commfuse-fb-overlap": ("tensor", "expert", "context", _UNNAMED),
+    "--commfuse-overlap": ("tensor", "expert", "context", _UNNAMED),
     "--use-commfuse": ("tensor", "context", _UNNAMED),
 }
 """The parallelism that each option can hide. An unnamed group may be any of them: upper bounds."""
 _BOUNDS = """
 The last two columns are upper bounds, not predictions: the exposed communication that an option can
 hide, and at most what is computed outside of it (for --use-commfuse, GEMMs and attention only).
-With m micro-batches per step --commfuse-fb-overlap hides at most (m - 1) / m of it: the first
+With m micro-batches per step --commfuse-overlap hides at most (m - 1) / m of it: the first
 forward and the last backward are alone. For a prediction: commfuse-npu plan SCRIPT."""
 
 Span = tuple[int, int]

@@ -36,7 +36,7 @@ class Obstacles(NamedTuple):
         layers: each kind of linear layer, and its forward with ``--use-commfuse`` if nothing
             refuses the flag.
         fused: why ``--use-commfuse`` would be refused; empty if it would not.
-        overlap: why ``--commfuse-fb-overlap`` would be refused, would do nothing, or would pair
+        overlap: why ``--commfuse-overlap`` would be refused, would do nothing, or would pair
             less than half of a stage's micro-batches; empty if none of these.
         paired: the smallest share of a stage's forwards that run beside a backward; ``None`` if
             there is nothing to pair or no schedule.
@@ -135,7 +135,7 @@ def _overlap(launch: AskedLaunch) -> tuple[str, float | None]:
     if max(*sizes, size_of(options, "expert-model")) == 1:
         return "no tensor, expert or context parallelism, so nothing to hide", None
     paired, unpaired = _paired(options, config)
-    return "; ".join(_refused("--commfuse-fb-overlap", options)) or unpaired, paired
+    return "; ".join(_refused("--commfuse-overlap", options)) or unpaired, paired
 
 
 def _paired(options: Options, config: ModelConfig) -> tuple[float | None, str]:

@@ -25,7 +25,7 @@
                      (:mod:`commfuse_npu.hardware.machine`); so do layers with few rows
 ``commfuse-tuned``   the same with the fastest chunks for each operation, as batches or as
                      collectives, or Megatron's order: what ``--commfuse-tuning on`` searches
-``commfuse-fb``      ``--commfuse-fb-overlap``: forward and backward of two micro-batches alternate
+``commfuse-fb``      ``--commfuse-overlap``: forward and backward of two micro-batches alternate
                      (:mod:`commfuse_npu.tools.simulate.fb_overlap`); passes without a partner, and
                      work outside of the layers, in Megatron's order
 ===================  ============================================================================
@@ -89,12 +89,12 @@ COC = tuple(
 )
 COC_FUSED = Variant("coc-fused", "kernel", flags="--use-ascend-coc --coc-fused-kernel")
 MC2 = Variant("mc2", "mc2", flags="--use-ascend-mc2")
-FB_OVERLAP = Variant("commfuse-fb", "fb_overlap", flags="--commfuse-fb-overlap")
+OVERLAP = Variant("commfuse-fb", "fb_overlap", flags="--commfuse-overlap")
 FORMS = {
     form: (title, form.flags or "")
     for form, title in (
         (MEGATRON, "Megatron's order"),
-        (FB_OVERLAP, "forward-backward overlap"),
+        (OVERLAP, "forward-backward overlap"),
         *((form, f"CoC in {form.way} slices") for form in COC),
         (COC_FUSED, "CoC's kernel"),
         (MC2, "MC2"),
@@ -121,8 +121,8 @@ def tuned(schedule: Schedule, chunks: Sequence[int] = _CHUNKS) -> Variant:
 def launching(form: Variant, training: Training) -> list[str]:
     """The ``pretrain_gpt.py`` options of a form; none for Megatron's own order."""
     words, layout = (form.flags or "").split(), training.layout
-    if form == FB_OVERLAP and layout.pp > 1 and layout.vpp == 1:
-        words.append("--commfuse-fb-overlap-memory")
+    if form == OVERLAP and layout.pp > 1 and layout.vpp == 1:
+        words.append("--commfuse-overlap-memory")
     return words
 
 
@@ -157,4 +157,4 @@ def forms(
         if rows < (min_rows_to_fuse(tp, shape.hidden) if least is None else least):
             launched = replace(MEGATRON, name=launched.name, flags=launched.flags)
         ways += [*COC, *[COC_FUSED] * (tp == 8), *[MC2] * (tp in RANKS), launched, tuned(base)]
-    return (*ways, FB_OVERLAP, COMPUTE_ONLY)
+    return (*ways, OVERLAP, COMPUTE_ONLY)

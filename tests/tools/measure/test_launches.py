@@ -57,7 +57,7 @@ def test_forms_of_one_of_our_launch_scripts(checkout: Path) -> None:
         assert "--log-throughput" in options
         assert ("--use-commfuse" in options) == (form.name == "commfuse")
         assert (options.text("--commfuse-lanes") == "3") == (form.name == "commfuse")
-        assert ("--commfuse-fb-overlap" in options) == (form.name == "fb_overlap")
+        assert ("--commfuse-overlap" in options) == (form.name == "fb_overlap")
     assert "--use-ascend-mc2" in of(result, "mc2")
     assert of(result, "coc").text("--coc-parallel-num") == "4"
     assert "--coc-fused-kernel" in of(result, "coc_kernel")

@@ -45,7 +45,7 @@ def test_the_fastest_form_that_can_be_launched_is_named(plan: Plan, capsys) -> N
     assert times["--use-commfuse"] < times[""]
     assert {"--use-ascend-coc", "--use-ascend-mc2"} < set(forms)
     assert report["notes"][0] == "no --vocab-size: simulated with 32000 tokens"
-    beside = "with --commfuse-fb-overlap 97% of a stage's forwards run beside a backward"
+    beside = "with --commfuse-overlap 97% of a stage's forwards run beside a backward"
     assert report["notes"][-1] == beside
     vocabulary = plan(f"{TP} {MANY} --padded-vocab-size 128256")
     assert by_flags(vocabulary)[""]["seconds"] > times[""]
@@ -56,20 +56,20 @@ def test_the_fastest_form_that_can_be_launched_is_named(plan: Plan, capsys) -> N
     ("options", "present", "change"),
     [
         ("--use-ascend-coc --coc-parallel-num 2", "CoC in 2 slices",
-         "Leave --use-ascend-coc out and add --commfuse-fb-overlap: "),
+         "Leave --use-ascend-coc out and add --commfuse-overlap: "),
         # One slice is MindSpeed's default, without overlap.
-        ("--use-ascend-coc", "", "Leave --use-ascend-coc out and add --commfuse-fb-overlap: "),
+        ("--use-ascend-coc", "", "Leave --use-ascend-coc out and add --commfuse-overlap: "),
         ("--tensor-model-parallel-size 8 --use-ascend-coc --coc-fused-kernel", "CoC's kernel",
-         "Leave --coc-fused-kernel --use-ascend-coc out and add --commfuse-fb-overlap: "),
+         "Leave --coc-fused-kernel --use-ascend-coc out and add --commfuse-overlap: "),
         ("--use-ascend-mc2 --use-commfuse", "MC2",
-         "Leave --use-ascend-mc2 out and add --commfuse-fb-overlap: "),
+         "Leave --use-ascend-mc2 out and add --commfuse-overlap: "),
         # One micro-batch has no pairs.
         ("--use-ascend-mc2 --global-batch-size 2", "MC2", "Nothing to add: MC2 is in use"),
-        ("--use-ascend-mc2 --commfuse-fb-overlap", "MC2", "Leave --use-ascend-mc2 out and add"),
-        ("--commfuse-fb-overlap", "forward-backward overlap", "Nothing to add: "),
+        ("--use-ascend-mc2 --commfuse-overlap", "MC2", "Leave --use-ascend-mc2 out and add"),
+        ("--commfuse-overlap", "forward-backward overlap", "Nothing to add: "),
         ("--seq-length 1024 --commfuse-chunks 1 --use-commfuse --enable-cuda-graph "
          "--hidden-size 2048", "fused layers", "Leave --use-commfuse out"),
-        ("", "", "Add --commfuse-fb-overlap: "),
+        ("", "", "Add --commfuse-overlap: "),
         ("--enable-cuda-graph --unaligned-linear", "", "Add --use-ascend-mc2: "),
     ],
 )  # fmt: skip
@@ -95,7 +95,7 @@ def test_a_form_that_may_need_more_memory_than_there_is_is_named(plan: Plan) -> 
     # Overlap in 1F1B that takes more memory is not for a virtual pipeline.
     virtual = plan(f"{stages} --num-virtual-stages-per-pipeline-rank 2")
     flags = [report["forms"][1]["flags"] for report in (tight, virtual)]
-    assert flags == ["--commfuse-fb-overlap --commfuse-fb-overlap-memory", "--commfuse-fb-overlap"]
+    assert flags == ["--commfuse-overlap --commfuse-overlap-memory", "--commfuse-overlap"]
 
 
 def test_scripts_start_from_mindspeed_llms_root(tmp_path: Path, monkeypatch) -> None:

@@ -58,16 +58,16 @@ def written(folder: Path, rank: int, kernels: Sequence[Kernel], named: bool = Tr
         (STEP, True, {
             "rank": "0", "step": "13", "length": 19.0, "computing": 12.0, "communication": 10.0,
             "exposed": 7.0, "parts": {"tensor": 3.0, "data": 3.0, "pipeline": 2.0},
-            "bounds": {"--commfuse-fb-overlap": 3.0, "--use-commfuse": 3.0},
+            "bounds": {"--commfuse-overlap": 3.0, "--use-commfuse": 3.0},
         }),
         # A group without a name may be of any kind.
         (STEP, False, {"parts": {"not named": 7.0},
-                       "bounds": {"--commfuse-fb-overlap": 7.0, "--use-commfuse": 7.0}}),
+                       "bounds": {"--commfuse-overlap": 7.0, "--use-commfuse": 7.0}}),
         # No more is hidden than can be computed meanwhile: 1 ms of the GEMM runs beside the first
         # gather already, 1 ms of it and the norm do not.
         ([("aclnnMatmul", "MIX_AIC", 1.0, 3.0), ("aclnnRmsNorm", "AI_CPU", 5.0, 6.0),
           *(sent("tp", n, at, at + 3.0) for n, at in enumerate((2.0, 6.0, 12.0)))], True,
-         {"exposed": 8.0, "bounds": {"--commfuse-fb-overlap": 2.0, "--use-commfuse": 1.0}}),
+         {"exposed": 8.0, "bounds": {"--commfuse-overlap": 2.0, "--use-commfuse": 1.0}}),
     ],
 )  # fmt: skip
 def test_what_is_exposed_and_whose_it_is(
@@ -92,7 +92,7 @@ def test_the_step_trace_counts_if_no_kernel_is_a_transfer(tmp_path: Path, capsys
     assert step == {
         "rank": "0", "step": "13", "length": 7.75, "computing": 5.0, "communication": 6.0,
         "exposed": 2.5, "parts": {"not named": 2.5}, "source": "step_trace_time.csv",
-        "bounds": {"--commfuse-fb-overlap": 1.5, "--use-commfuse": 1.5},
+        "bounds": {"--commfuse-overlap": 1.5, "--use-commfuse": 1.5},
     }  # fmt: skip
     assert "rank 0: kernel_details.csv has no transfers" in capsys.readouterr().out
 
@@ -102,7 +102,7 @@ def test_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     written(tmp_path, 10, STEP)
     assert cli.main(["plan", str(tmp_path)]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "--commfuse-fb-overlap can hide at most 3.0 ms of 19.0 ms, rank 10, step 13."
+    assert first == "--commfuse-overlap can hide at most 3.0 ms of 19.0 ms, rank 10, step 13."
     assert [line for line in lines if ", 13 |" in line] == [
         "| 2, 13 | 4.0 | 0.0 | 4.0 | 4.0 | 4.0 | - | - | 0.0 | 0.0 |",
         "| 10, 13 | 19.0 | 12.0 | 10.0 | 7.0 | 3.0 | 3.0 | 2.0 | 3.0 | 3.0 |",

@@ -131,7 +131,7 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         f"{FOUR} --global-batch-size 16": ("", 7 / 8),
         f"{FOUR} --global-batch-size 2": ("one micro-batch has no partner", 0.0),
         f"{FOUR_16} --stage dpo": ("--stage dpo: it has a pipeline schedule of its own; leave "
-                                   "--commfuse-fb-overlap out", 7 / 8),
+                                   "--commfuse-overlap out", 7 / 8),
         f"{FOUR} {PP} --global-batch-size 8": ("", 5 / 8),
         f"{FOUR} {PP} --global-batch-size 4":
             ("4 micro-batches: 25% of a stage's have a partner", 1 / 4),
@@ -260,7 +260,7 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
             ("latent attention with context",),
     }),
     (verdict, {
-        f"{MANY} {EXPERTS}": ("Add --commfuse-fb-overlap", "16 ranks of experts"),
+        f"{MANY} {EXPERTS}": ("Add --commfuse-overlap", "16 ranks of experts"),
         f"{MANY} --full-attention-interval 4": ("Add ", "as if every layer had full attention"),
         f"{MANY} --tp-2d": ("Add ", "--tp-2d: linear layers cut in two dimensions"),
         f"{MANY} --nproc_per_node 16 --tensor-model-parallel-size 16":

@@ -22,7 +22,7 @@ from commfuse_npu.tools.simulate.launches import (
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import side_by_side
 from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MEGATRON
+from commfuse_npu.tools.simulate.variants import MEGATRON, OVERLAP
 from tests.tools.simulate.machines import check_timeline, ideal, sent, variants
 
 MACHINE = ideal(
@@ -52,7 +52,7 @@ def test_every_timeline_holds_and_one_rank_stands_for_all(
     machine = replace(MACHINE, inside=inside, batched=batched)
     if over_nics:
         machine = replace(machine, between=Level(topology, 1.0e10, 2.0e-5), npus_per_node=2)
-    choices = [*variants(size - 1), FB_OVERLAP]
+    choices = [*variants(size - 1), OVERLAP]
 
     def timeline(whole: bool | None) -> Simulated:
         build, variant = getattr(llama, part), choices[number % len(choices)]
@@ -104,7 +104,7 @@ def test_a_pair_launches_what_megatron_launches_and_hand_overs(recomputes: bool)
     ours, plain = (
         Counter((op.name, op.seconds, sent([op])) for op in run.launches[0] if op.name != "end")
         for run in (
-            simulate(Links(MACHINE, 4), FB_OVERLAP, pairs),
+            simulate(Links(MACHINE, 4), OVERLAP, pairs),
             simulate(Links(MACHINE, 4), MEGATRON, in_order),
         )
     )

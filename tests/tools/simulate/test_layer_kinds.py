@@ -21,8 +21,8 @@ from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
-    FB_OVERLAP,
     MEGATRON,
+    OVERLAP,
     REFERENCE,
     Variant,
     fused,
@@ -235,7 +235,7 @@ def test_a_pair_hides_exchanges_of_tokens_and_heads_but_not_a_ring(
         partial(part, shape=shape)
         for part in (llama.forward, llama.backward, partial(fb_overlap.pair, layers=1))
     )
-    pair = seconds(FB_OVERLAP, pair, 1, machine)
+    pair = seconds(OVERLAP, pair, 1, machine)
     free, plain = (
         sum(seconds(variant, part, 1, machine) for part in (forward, backward))
         for variant in (COMPUTE_ONLY, MEGATRON)

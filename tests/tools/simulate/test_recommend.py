@@ -25,7 +25,7 @@ from commfuse_npu.tools.simulate.recommend import (
 from commfuse_npu.tools.simulate.step import Step
 from commfuse_npu.tools.simulate.timed import Timed, best, ratio, show, table, timed
 from commfuse_npu.tools.simulate.training import Layout, Training, training
-from commfuse_npu.tools.simulate.variants import FB_OVERLAP, MC2, Variant, forms
+from commfuse_npu.tools.simulate.variants import MC2, OVERLAP, Variant, forms
 from tests.launchers.launching import dry_run
 
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
@@ -138,14 +138,14 @@ def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_p
         assert row.typical == min(step.time(f) for f in launched if memory[f] <= limit(SERVER))
     assert any(not row.form.ours for row in rows), "the best without CommFuse is among them"
     assert re.match(r"\d layouts fit 57.6 GiB \(90% of an NPU\); not: \d x more memory", fitting)
-    first, file = next(row for row in rows if row.form == FB_OVERLAP), tmp_path / "small.yaml"
+    first, file = next(row for row in rows if row.form == OVERLAP), tmp_path / "small.yaml"
     plan = planned(SMALL, SERVER, first.training, first.form)
     write_plan(file, plan, first, SERVER)
     assert ModelConfig.load(file) == plan
     words = options(SMALL, plan)
-    ours = words[words.index("--commfuse-fb-overlap") :]
+    ours = words[words.index("--commfuse-overlap") :]
     assert " ".join(ours) in " ".join(dry_run("llama3_8b", CONFIG=str(file)))
-    assert "--commfuse-fb-overlap" in ask_about(file, [], {}).options
+    assert "--commfuse-overlap" in ask_about(file, [], {}).options
 
 
 def test_pipelines_are_interleaved_where_that_is_faster() -> None:
@@ -210,7 +210,7 @@ def test_what_is_written_describes_what_was_simulated() -> None:
     job = training(LLAMA3_70B, Layout(8, 1, 2, 4))
     words = "--recompute-num-layers", "2", "--seed", "1"
     model = replace(LLAMA3_70B, pretrain_options=words)
-    ours, other = (planned(model, SERVER, job, form) for form in (FB_OVERLAP, MC2))
+    ours, other = (planned(model, SERVER, job, form) for form in (OVERLAP, MC2))
     assert (ours.nnodes, ours.npus_per_node) == (8, 8)
     assert ours.pretrain_options[:2] == ("--seed", "1")
     assert "--recompute-num-layers" not in ours.pretrain_options
@@ -238,7 +238,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert content["simulated"] is True
     assert content["recommended"] == content["forms"][0]
     assert content["recommended"]["layout"] == Layout(4, 1, 1, 1)._asdict()
-    assert content["recommended"]["flags"] == ["--commfuse-fb-overlap"]
+    assert content["recommended"]["flags"] == ["--commfuse-overlap"]
 
 
 # ------------------------------------------------------------------- the flags that are printed
@@ -252,7 +252,7 @@ FORMS = [form for form in forms(SERVER.machine(), ALONE) if form.flags is not No
     [
         *((ALONE, form) for form in FORMS),
         *(
-            (training(LLAMA3_8B, layout, recomputes=True), FB_OVERLAP)
+            (training(LLAMA3_8B, layout, recomputes=True), OVERLAP)
             for layout in (Layout(4, 1, 1, 2), Layout(2, 1, 2, 2, vpp=2))
         ),
     ],
@@ -269,4 +269,4 @@ def test_what_is_printed_is_taken(job: Training, form: Variant) -> None:
     assert launch.fuse.use_commfuse == (form.kind == "fused")
     against = obstacles(launch)
     assert not (against.fused if launch.fuse.use_commfuse else "")
-    assert not (against.overlap if form == FB_OVERLAP else "")
+    assert not (against.overlap if form == OVERLAP else "")

@@ -20,8 +20,8 @@ from commfuse_npu.tools.simulate.training import Layout, training
 from commfuse_npu.tools.simulate.variants import (
     COC,
     COMPUTE_ONLY,
-    FB_OVERLAP,
     MEGATRON,
+    OVERLAP,
     REFERENCE,
     Variant,
     forms,
@@ -114,7 +114,7 @@ def test_a_host_that_is_ahead_lengthens_no_exchange_of_another_group() -> None:
 def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(fb_overlap: bool) -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, micro_batch=1, micro_batches=4)
     step = Step(SERVER.machine(), job)
-    of_layer = step.layer_time(FB_OVERLAP if fb_overlap else MEGATRON)
+    of_layer = step.layer_time(OVERLAP if fb_overlap else MEGATRON)
     ends = sum(step_module._head(step.machine, job.shape, MEGATRON))
     ends += 2 * step._embedding(MEGATRON)
     alone = LAYERS * of_layer.alone + ends
@@ -123,7 +123,7 @@ def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(fb_overla
         assert of_layer.pair is not None
         micro_batches = alone + 3 * (LAYERS * of_layer.pair[0] + of_layer.pair[1] + ends)
     expected = pytest.approx(micro_batches + step._optimizer)
-    assert step.time(FB_OVERLAP if fb_overlap else MEGATRON) == expected
+    assert step.time(OVERLAP if fb_overlap else MEGATRON) == expected
 
 
 def test_transfers_between_stages_and_recomputed_forwards_lengthen_a_pipeline() -> None:
