@@ -1,17 +1,17 @@
 """Lets the weight gradients of Megatron's linear layers and MindSpeed's grouped GEMMs wait.
 
-While passes take turns, the backward of such a layer computes only the gradient of its input; that
-of the weight joins a queue (:mod:`commfuse_npu.overlap.weight_gradients`).  Megatron's and
-MindSpeed's own backward does it, told that weight gradients are accumulated by fusion and, if it is
-Megatron's, that they are computed later.  It then returns an undefined gradient, and
-``grad_added_to_main_grad`` keeps the hook of ``DistributedDataParallel`` from adding that.
+In a pass, the backward of such a layer computes only the gradient of its input; that of the weight
+joins a queue (:mod:`commfuse_npu.overlap.weight_gradients`).  Megatron's own backward does that if
+its context says that weight gradients are computed later and accumulated by fusion.  It then
+returns an undefined gradient, as with fusion, and ``grad_added_to_main_grad`` keeps the hook of
+``DistributedDataParallel`` from adding it.
 
 The first gradient of a weight does not wait but is watched:
 
-- If the weight's hook may start a reduction (``--overlap-grad-reduce``), it has a group of buckets,
-  and its gradient of the last micro-batch does not wait.
-- Without fusion, autograd adds the gradients of two uses of a weight (tied embeddings), and the
-  hook adds their sum, rounded before.  So gradients wait only if they arrive as they were returned.
+- A weight whose hook may start a reduction (``--overlap-grad-reduce``) belongs to a group of
+  buckets; its gradient of the last micro-batch does not wait.
+- Without fusion, autograd adds the gradients of several uses (tied embeddings), in their dtype,
+  before the hook adds the sum.  So gradients wait only if they arrive as they were returned.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class WeightGradientDeferral:
         """How many gradients wait, if any."""
         if self.most:
             yield (
-                f"up to {self.most} weight gradients of a micro-batch wait for times of transfers; "
-                f"their operands hold up to {-(-self.most_bytes // 2**20)} MiB"
+                f"up to {self.most} weight gradients of a micro-batch are computed during "
+                f"transfers; those that wait hold up to {-(-self.most_bytes // 2**20)} MiB"
             )
 
     @around

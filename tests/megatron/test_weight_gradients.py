@@ -65,11 +65,14 @@ class Runs:
 
     Attributes:
         waited: of each backward, how many gradients waited.
+        points: names of all points of the backwards.
     """
 
     def __init__(self, group: Any) -> None:
-        self._overlap = ForwardBackwardOverlap([group])
         self.waited: list[int] = []
+        self.points: list[str] = []
+        self._overlap = ForwardBackwardOverlap([group])
+        self._overlap.at_point = self.points.append
 
     def __call__(self, backward: Callable[[], Any]) -> Any:
         def counted() -> Any:
@@ -81,8 +84,8 @@ class Runs:
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[Runs]:
-    """Every backward step of Megatron's schedule is a run."""
+def running(wrap: bool = True) -> Iterator[Runs]:
+    """Every backward step of Megatron's schedule is a run; gradients wait if ``wrap``."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
@@ -91,14 +94,17 @@ def deferred() -> Iterator[Runs]:
     def backward_step(*args: Any, **kwargs: Any) -> Any:
         return run(lambda: plain(*args, **kwargs))
 
-    with wrapped(), mock.patch.object(schedules, "backward_step", backward_step):
+    with contextlib.ExitStack() as stack:
+        if wrap:
+            stack.enter_context(wrapped())
+        stack.enter_context(mock.patch.object(schedules, "backward_step", backward_step))
         yield run
 
 
 def compare(rank: int, case: Case) -> int:
     with layout(case):
         own = Trainer(case).run(STEPS)
-        with deferred() as run:
+        with running() as run:
             assert Trainer(case).run(STEPS) == own
         return sum(run.waited)
 
@@ -106,6 +112,23 @@ def compare(rank: int, case: Case) -> int:
 @pytest.mark.parametrize(("case", "count"), CASES.values(), ids=CASES)
 def test_weights_of_megatrons_own_order(ranks: Any, case: Case, count: int) -> None:
     assert ranks(2).run(compare, case) == [count, count]
+
+
+def collectives(rank: int) -> tuple[list[str], list[str]]:
+    """Those of backwards, in order, without and with gradients that wait."""
+    began = []
+    with layout(TP):
+        for wrap in (False, True):
+            with running(wrap) as run:
+                Trainer(TP).run(STEPS)
+            began.append([point for point in run.points if not point.startswith("wait")])
+    return began[0], began[1]
+
+
+def test_backwards_start_the_same_collectives(ranks: Any) -> None:
+    for own, ours in ranks(2).run(collectives):
+        assert own == ours
+        assert any(point.startswith("all_gather") for point in own)
 
 
 def shared_buffer(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -142,7 +165,7 @@ def faulty(rank: int) -> list[str]:
     with layout(TP):
         own = Trainer(TP).run(STEPS)
         for fault, patch in FAULTS.items():
-            with deferred(), mock.patch.object(*patch), contextlib.suppress(RuntimeError):
+            with running(), mock.patch.object(*patch), contextlib.suppress(RuntimeError):
                 if Trainer(TP).run(STEPS) == own:
                     unnoticed.append(fault)
     return unnoticed

@@ -72,6 +72,9 @@ def test_overlap_wraps_schedules_and_checkpoints_unless_refused() -> None:
         f"{schedules}.get_forward_backward_func",
         "random.CheckpointFunction.forward",
         "layers.RowParallelLinear.forward",
+        "layers.LinearWithGradAccumulationAndAsyncCommunication.backward",
+        "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup."
+        "register_grad_ready",
     }
     assert getattr(feature.overlapping, "_order_log", None) == "a folder"
     for more in ({"commfuse_overlap_memory": 1}, {"virtual_pipeline_model_parallel_size": 2}):
