@@ -96,8 +96,7 @@ def test_every_option_of_the_launch_is_explained_or_listed_as_refused() -> None:
     in_words = {"--context-parallel-size", "--position-embedding-type alibi"}
     refused = {
         refusal.option
-        for ours in REFUSALS_OF.keys()
-        - {"--commfuse-overlap", BESIDE}  # in fb_overlap.md
+        for ours in REFUSALS_OF.keys() - {"--commfuse-overlap", BESIDE}  # in fb_overlap.md
         for refusal in REFUSALS_OF[ours]
     } - in_words
     assert [name for name in refused if name not in limits or name not in chinese] == []
