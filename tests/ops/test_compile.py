@@ -27,8 +27,7 @@ def entry_points() -> Iterator[Callable[..., Any]]:
             for method_name, method in vars(public).items()
             if isfunction(method) and not method_name.startswith("_")
         )
-    yield ForwardBackwardOverlap.run
-    yield ForwardBackwardOverlap.record
+    yield ForwardBackwardOverlap.run_together
 
 
 @pytest.mark.parametrize(
