@@ -149,7 +149,7 @@ def test_the_order_of_transfers_is_recorded_and_proved(ranks, tmp_path: Path) ->
         assert (proof.faults, proof.notes, proof.ranks) == ([], [], 2)
         assert proof.operations == operations
     assert re.search(
-        r"  qkv: 10 forward calls fused\n(.*\n)*.* 6 forward calls by Megatron, because forward",
+        r"  qkv: 13 forward calls fused\n(.*\n)*.* 3 forward calls by Megatron, because forward",
         ends[1],
     )
     assert "fused\n" not in ends[2]
