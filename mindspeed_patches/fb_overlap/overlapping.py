@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-import math
 import statistics
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,11 +23,11 @@ from commfuse_npu.plan.slots import (
     paired_microbatches,
     slots,
 )
-from commfuse_npu.runtime.collectives import device_backend
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches.fb_overlap.core_versions import Layout, alone, obstacle, recomputes_all
+from mindspeed_patches.fb_overlap.first_step import FirstStep
 from mindspeed_patches.fb_overlap.gradient_check import checked_step
-from mindspeed_patches.fb_overlap.pass_states import Census, pass_states, separate_scratch
+from mindspeed_patches.fb_overlap.pass_states import pass_states, separate_scratch
 from mindspeed_patches.fb_overlap.recomputation import Recomputation
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
 from mindspeed_patches.fb_overlap.weight_gradients import WeightGradientDeferral
@@ -46,7 +42,6 @@ _WAITS_OF_EXPERTS = (
 """Modules in which the host waits for the token counts of experts, on all ranks."""
 _WARM_UP, _EACH_WAY = 1, 3
 """Overlapped steps before steps are timed, and timed steps with and without overlap, in turns."""
-_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,11 +50,7 @@ class _Training:
 
     Attributes:
         overlap: runs the passes; ``None``: Megatron's order.
-        census: watches the first step, then ``None``.
-        to_watch: numbers of the passes of each kind that the census watches: a first one of
-            each model chunk.
-        seen: numbers of passes so far, by kind.
-        points: names of the points of the first pass of each kind.
+        first_step: watches the first step, then ``None``.
         alone: why no forward runs beside a backward, as the census found.
         checked: whether its gradients were compared with Megatron's order.
         reported: whether it was said what is hidden.
@@ -67,10 +58,7 @@ class _Training:
     """
 
     overlap: ForwardBackwardOverlap | None
-    census: Census | None = None
-    to_watch: range = range(0)
-    seen: dict[str, int] = field(default_factory=dict)
-    points: dict[str, list[str]] = field(default_factory=dict)
+    first_step: FirstStep | None = None
     alone: str | None = None
     checked: bool = False
     reported: bool = False
@@ -127,7 +115,7 @@ class Overlapping:
     def overlap(self) -> ForwardBackwardOverlap | None:
         """Runs the passes of the first model; ``None`` before its second step, and if refused."""
         first = next(iter(self._trainings.values()), None)
-        return None if first is None or first.census is not None else first.overlap
+        return None if first is None or first.first_step is not None else first.overlap
 
     def start(self) -> None:
         """Wrap the schedules, also in modules that already imported them."""
@@ -170,8 +158,8 @@ class Overlapping:
         training = self._now
         if training is None or active_turns() is not None:
             return function()
-        if training.census is not None:
-            return self._watched_pass(training, kind, function)
+        if training.first_step is not None:
+            return training.first_step.run_pass(kind, function)
         assert training.overlap is not None
         return training.overlap.run_together(**{kind: function})[0]
 
@@ -272,111 +260,45 @@ class Overlapping:
             compared = f"off: {compared}; the host, not the transfers, is probably the limit"
         self._say(compared)
 
-    # ---------------------------------------------- the first step
-
     def _first_step(
         self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout
     ) -> list[Any]:
-        """Run a model's first step in Megatron's order under the census, and decide."""
+        """Run a model's first step in Megatron's order, watch it, and decide."""
         groups = layout.hidden()
+        training = self._trainings[layout.models[0]] = _Training(None)
         if not groups:
-            self._trainings[layout.models[0]] = _Training(None)
             self._say("off: no tensor, expert or context parallelism, so nothing to hide")
             return plain(**step)
         log = None
         if self._order_log is not None:
             log = shared_order_log(self._order_log, dist.get_rank(), dist.get_world_size())
-        overlap = ForwardBackwardOverlap(
+        overlap = training.overlap = ForwardBackwardOverlap(
             groups, waits_in=_WAITS_OF_EXPERTS, replicas=layout.replicas, order_log=log
         )
         separate_scratch()
         overlap.states = pass_states(layout.models, overlap.device)
-        census = Census(layout.models, [step["forward_step_func"]])
-        chunks, stages = len(layout.models), layout.stages
-        # Megatron runs as many micro-batches as there are stages through a chunk, then the next.
-        training = _Training(overlap, census, range(0, 1 + (chunks - 1) * stages, stages))
-        self._trainings[layout.models[0]] = self._now = training
+        forward = step["forward_step_func"]
+        training.first_step = FirstStep(overlap, layout, forward, self.recomputation)
         self.recomputation.ahead.enabled = False
-        self.recomputation.at_boundary = functools.partial(self._look, training)
+        self._now = training
         try:
             losses: list[Any] = plain(**step)
         finally:
             self._now = None
-            self.recomputation.at_boundary = lambda: None
-        self._decide(training, plain, step, layout)
-        return losses
-
-    def _watched_pass(self, training: _Training, kind: str, function: Callable[[], Any]) -> Any:
-        overlap, census = training.overlap, training.census
-        assert overlap is not None
-        assert census is not None
-        number = training.seen.get(kind, 0)
-        training.seen[kind] = number + 1
-        if number not in training.to_watch:
-            return function()
-        names: list[str] = training.points.setdefault(kind, []) if number == 0 else []
-
-        def at_point(name: str) -> None:
-            names.append(name)
-            self._look(training)
-
-        census.begin()
-        overlap.at_point = at_point
-        try:
-            result = overlap.run_together(**{kind: function})[0]
-        finally:
-            overlap.at_point = None
-        census.look(kind, force=True)
-        return result
-
-    def _look(self, training: _Training) -> None:
-        turns = active_turns()
-        if turns is not None and training.census is not None:
-            kind = "recomputation" if self.recomputation.recomputing else turns.running.name
-            training.census.look(kind)
-
-    def _decide(
-        self, training: _Training, plain: Callable[..., Any], step: dict[str, Any], layout: Layout
-    ) -> None:
-        """Decide on all ranks whether later steps overlap."""
-        overlap, census = training.overlap, training.census
-        assert overlap is not None
-        assert census is not None
-        training.census = None
-        both = census.written_by_both(["forward"], ["backward", "recomputation"])
-        beside_gradients = census.written_by_both(["recomputation"], ["backward"])
-        if both:
-            _logger.warning("CommFuse: forward and backward both write %s", ", ".join(both))
-        if beside_gradients:
-            _logger.warning(
-                "CommFuse: recomputations, which do not run ahead, and gradients both write %s",
-                ", ".join(beside_gradients),
-            )
-        too_large = self.recomputation.most_bytes > _free_bytes(overlap.device)
-        found = torch.tensor(
-            [len(both), len(beside_gradients), too_large], dtype=torch.int64, device=overlap.device
-        )
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        not_beside, not_ahead, no_memory = found.tolist()
-        if not_beside:
-            training.alone = (
-                "forward and backward both write state that is not known to belong to a "
-                "micro-batch (the ranks that found it name it)"
-            )
-        self.recomputation.ahead.enabled = not (not_ahead or no_memory)
-        if no_memory:
-            size = f"{self.recomputation.most_bytes / 2**20:.1f} MiB"
-            self._say(f"no recomputation runs ahead: one more checkpoint of {size} does not fit")
-        overlap.states += census.states()
-        overlap.waits.clear()
-        differ = _different_points(training.points, layout.replicas)
-        if differ is not None:
+        decision = training.first_step.decide()
+        training.first_step, training.alone = None, decision.alone
+        if decision.off is not None:
             training.overlap = None
-            self._say(f"off: {differ}")
-            return
+            self._say(f"off: {decision.off}")
+            return losses
+        self.recomputation.ahead.enabled = decision.in_place is None
+        if decision.in_place is not None:
+            self._say(f"no recomputation runs ahead: {decision.in_place}")
+        overlap.states += decision.states
+        overlap.waits.clear()
         if overlap.device != "cpu":
             self.clock = self.clock or _synchronised_clock(overlap.device)
-        if training.alone is None and self._alone(plain, step, layout) is None:
+        if decision.alone is None and self._alone(plain, step, layout) is None:
             shape = layout.shape(step["num_microbatches"])
             plan = slots(*shape)
             paired, total = paired_microbatches(plan)
@@ -385,6 +307,7 @@ class Overlapping:
                 f"holds the activations of at most {most_in_flight(plan)} forwards, instead of "
                 f"{in_flight_without(*shape)}"
             )
+        return losses
 
     def _say(self, line: str) -> None:
         if line not in self._said:
@@ -405,38 +328,6 @@ def _config(layout: Layout) -> Any:
     from megatron.core import utils
 
     return utils.get_model_config(layout.models[0])
-
-
-def _different_points(points: dict[str, list[str]], group: dist.ProcessGroup | None) -> str | None:
-    """The first point of a pass at which ranks of the group differ, if any."""
-    if group is None:
-        return None
-    checksum = zlib.crc32(repr(sorted(points.items())).encode())
-    device, _ = device_backend(group)
-    checksums = torch.tensor([checksum, -checksum], device=device)
-    dist.all_reduce(checksums, dist.ReduceOp.MAX, group=group)
-    if not int(checksums.sum()):
-        return None
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, points, group)
-    for kind in ("forward", "backward"):
-        first = gathered[0].get(kind, [])
-        for other in gathered[1:]:
-            theirs = other.get(kind, [])
-            for number, (one, two) in enumerate(zip_longest(first, theirs, fillvalue="its end")):
-                if one != two:
-                    return f"point {number} of the {kind} is {one} on one rank, {two} on another"
-    return None
-
-
-def _free_bytes(device: str) -> float:
-    """What a device had left at the peak so far."""
-    if device == "cpu":
-        return math.inf
-    module = torch.get_device_module(device)
-    free, _ = module.mem_get_info()
-    left: int = free + module.memory_reserved() - module.max_memory_allocated()
-    return left
 
 
 def _synchronised_clock(device: str) -> Callable[[], float]:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from commfuse_npu.overlap import PassState
 from commfuse_npu.overlap.recompute import RecomputeAhead
 from commfuse_npu.overlap.transfers import hook_collectives
-from commfuse_npu.overlap.unread import Readers
+from commfuse_npu.overlap.unread import Readers, saved_bytes
 from commfuse_npu.runtime.undefined_results import undefined_results
 from mindspeed_patches.fb_overlap.pass_states import random_states
 from mindspeed_patches.patching import around
@@ -147,7 +147,7 @@ class Recomputation:
         with Readers() as readers:
             run = _Run(readers=readers)
             outputs = self._run(run, function, inputs)
-        self.most_bytes = max(self.most_bytes, readers.saved_bytes)
+        self.most_bytes = max(self.most_bytes, saved_bytes(outputs))
         read = run.called - readers.unread(outputs)
         self.calls[checkpoint] = Calls(_most_on_any_rank(read, inputs), run.called)
         hook_collectives()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from commfuse_npu.overlap.unread import Readers
+from commfuse_npu.overlap.unread import Readers, saved_bytes
 from commfuse_npu.runtime.undefined_results import results_are_undefined, undefined_results
 
 
@@ -26,7 +26,7 @@ class Product(torch.autograd.Function):
 
 
 class KeepsItsInput(torch.autograd.Function):
-    """Keeps a tensor as an attribute, which hooks of saved tensors do not see."""
+    """Keeps a tensor as an attribute, not as a saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -56,11 +56,17 @@ def swapped_out(y: torch.Tensor) -> torch.Tensor:
         return y.exp()
 
 
+@torch.library.custom_op("commfuse_tests::scaled", mutates_args=())
+def scaled(y: torch.Tensor) -> torch.Tensor:
+    return y * 2
+
+
 READERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "norm": lambda y: functional.rms_norm(y, y.shape[-1:]),
     "product": lambda y: y * torch.ones_like(y).requires_grad_(),
     "activation": functional.silu,
     "function that keeps its input": KeepsItsInput.apply,
+    "operator of a library": scaled,
     "host": lambda y: y if y.sum().item() else -y,
     "attribute": stored,
     "statistic": accumulated,
@@ -96,15 +102,37 @@ def test_what_does_not_read_values_is_no_reader(
     assert unread(after) == 1
 
 
+def test_a_backward_gets_the_parameters_themselves() -> None:
+    """Megatron's fused accumulation finds ``main_grad`` by the saved weight."""
+    got = []
+
+    class Fused(Product):
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            got.append(ctx.saved_tensors[1])
+            return Product.backward(ctx, grad)
+
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    x = torch.randn(4, 4, requires_grad=True)
+    with Readers() as readers, readers.follow_products():
+        y = Fused.apply(x, weight)
+    assert readers.unread(y) == 1
+    assert saved_bytes(y + x.exp()) == 4 * 4 * 4
+    y.sum().backward()
+    assert got == [weight]
+    assert got[0] is weight
+
+
 def test_only_the_blocks_after_the_last_reader_are_unread() -> None:
     x = torch.randn(4, 4, requires_grad=True)
     weight = torch.randn(4, 4, requires_grad=True)
+    total = x
     with Readers() as readers:
         for activation in (functional.silu, torch.clone, torch.clone):
             with readers.follow_products():
                 y = Product.apply(x, weight)
-            y = activation(y)
-    assert readers.unread(y) == 2
+            total = total + activation(y)
+    assert readers.unread(total) == 2
 
 
 def test_undefined_results_have_shapes_and_gradients() -> None:
