@@ -129,11 +129,12 @@ class Readers(TorchDispatchMode):
         blocks = max(map(self._depends_on, given), default=0)
         if starts:
             blocks = len(self._first_nodes)
-        if blocks and torch.is_grad_enabled() and operator.namespace not in _TELL_WHAT_THEY_SAVE:
+        drops_out = "dropout" in name
+        if not drops_out and operator.namespace not in _TELL_WHAT_THEY_SAVE:
             self._blocks_read = max(self._blocks_read, blocks)
         if blocks:
             results = tree_leaves(result)
-            if "dropout" in name:
+            if drops_out:
                 results = results[:1]  # then the mask
             for leaf in results:
                 if torch.is_tensor(leaf):
