@@ -67,11 +67,13 @@ class RecomputeAhead:
     Attributes:
         enabled: whether recomputations run ahead.
         count: number of recomputations that ran ahead.
+        left_alone: why some checkpoints are not recomputed ahead.
     """
 
     def __init__(self, random_states: Callable[[], Sequence[PassState]]) -> None:
         self.enabled = True
         self.count = 0
+        self.left_alone: set[str] = set()
         self._random_states = random_states
         self._by_output = WeakTensorKeyDictionary()
 
@@ -93,6 +95,7 @@ class RecomputeAhead:
             known: whether the function may run ahead yet, asked before each time.
         """
         if saved_tensors_hooks() is not None:
+            self.left_alone.add("hooks of saved tensors may move their inputs away")
             return forward(context, function, option, *args)
         checkpoint = _Checkpoint(self, function, args, in_autocast, known)
         outputs = forward(context, checkpoint, option, *args)

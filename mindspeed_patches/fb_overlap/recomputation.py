@@ -115,7 +115,8 @@ class Recomputation:
             self.at_boundary()
             return outputs
 
-        if distribute:  # the kept inputs are divided among the ranks of the group
+        if distribute:
+            self.ahead.left_alone.add("--distribute-saved-activations divides their inputs")
             return forward(context, run, distribute, *args)
         tensors = (value for value in args if torch.is_tensor(value))
         self._device = next(tensors).device.type
@@ -193,6 +194,9 @@ class Recomputation:
                 "recomputations run beside the gradients of the checkpoint after them; one more "
                 f"checkpoint holds up to {self.most_bytes / 2**20:.1f} MiB at a time"
             )
+        lines += (
+            f"some checkpoints are recomputed in place: {why}" for why in self.ahead.left_alone
+        )
         return lines
 
     @property
