@@ -1,17 +1,21 @@
 """Checkpoints that are recomputed ahead give the gradients of those that are not, bit for bit."""
 
+import functools
 import gc
 import random
 import weakref
+from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from commfuse_npu.overlap import ForwardBackwardOverlap
+from commfuse_npu.overlap import ForwardBackwardOverlap, transfers
 from commfuse_npu.overlap.transfers import active_turns
 from tests.distributed.ranks import on_ranks
 from tests.overlap.test_forward_backward import COLUMNS, KINDS, Moved, world
@@ -117,14 +121,49 @@ def trained(seed: int, enabled: bool, partner: bool, autocast: bool) -> Any:
     return grads, losses, torch.get_rng_state(), overlap.recompute_ahead.count - before
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+def late(name: str) -> Any:
+    """A collective that hands over, whose result is undefined until its ``wait()``."""
+    function = getattr(dist, name).__wrapped__
+
+    @functools.wraps(function)
+    def collective(out: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        if not async_op:
+            return function(out, *args, **kwargs)
+        outs = out if isinstance(out, list) else [out]
+        arrived = [tensor.detach().clone() for tensor in outs]
+        function(arrived if isinstance(out, list) else arrived[0], *args, **kwargs)
+        for tensor in outs:
+            tensor.detach().fill_(torch.nan)
+
+        def wait() -> None:
+            for tensor, result in zip(outs, arrived, strict=True):
+                tensor.detach().copy_(result)
+
+        return SimpleNamespace(wait=wait)
+
+    return transfers.handing_over(collective, transfers._WAIT_HANDS_OVER[name])
+
+
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor"),
+    *("reduce_scatter_tensor", "all_to_all_single"),
+)
+
+
+@pytest.mark.parametrize("way", ["plain", "autocast", "late transfers"])
 @pytest.mark.parametrize("partner", [False, True])
-@pytest.mark.parametrize("seeds", [15, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seeds", [15, pytest.param(250, marks=pytest.mark.long)])
 @on_ranks(2)
-def test_random_models(rank: int, seeds: int, partner: bool, autocast: bool) -> None:
+def test_random_models(rank: int, seeds: int, partner: bool, way: str) -> None:
     ahead = 0
+    transfers.hook_collectives()
     for seed in range(seeds):
-        ours, plain = (trained(seed, enabled, partner, autocast) for enabled in (True, False))
+        plain = trained(seed, False, partner, way == "autocast")
+        with ExitStack() as stack:
+            if way == "late transfers":
+                changed = {name: late(name) for name in COLLECTIVES}
+                stack.enter_context(mock.patch.multiple(dist, **changed))
+            ours = trained(seed, True, partner, way == "autocast")
         assert all(map(torch.equal, ours[0], plain[0])), f"seed {seed}"
         assert (len(ours[0]), ours[1]) == (len(plain[0]), plain[1])
         assert torch.equal(ours[2], plain[2]), f"random state after seed {seed}"
