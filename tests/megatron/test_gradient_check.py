@@ -68,7 +68,7 @@ def hide_state(trainer: Trainer) -> None:
     factor = [1.0]
     for layer in trainer.models[0].module.decoder.layers:
         own = layer.mlp.forward
-        layer.mlp.forward = lambda x, own=own: (own(x)[0] * factor[0], None)
+        layer.mlp.forward = lambda x, own=own, **more: (own(x, **more)[0] * factor[0], None)
     step, count = trainer.forward, [0]
 
     def forward(data: Any, model: Any) -> Any:
