@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from commfuse_npu.overlap import RandomState
+from commfuse_npu.overlap import RandomState, recompute
 from commfuse_npu.overlap.recompute import RecomputeAhead
 from mindspeed_patches.fb_overlap import Overlapping, pass_states
 from tests.megatron.models import DISTRIBUTED, EXPERTS, RECOMPUTED, Case
@@ -112,8 +112,6 @@ def shared_scratch() -> Iterator[None]:
 @contextmanager
 def wrong_gradients() -> Iterator[None]:
     """A recomputation that ran ahead is replaced by zeros."""
-    from commfuse_npu.overlap import recompute
-
     joined = recompute._joined
 
     def zeros(made: Any, before: Any, args: Any) -> Any:
@@ -121,6 +119,18 @@ def wrong_gradients() -> Iterator[None]:
         return joined(made._replace(outputs=(hidden * 0, *others)), before, args)
 
     with mock.patch.object(recompute, "_joined", zeros):
+        yield
+
+
+@contextmanager
+def inputs_of_another_checkpoint() -> Iterator[None]:
+    run, calls = recompute._Checkpoint._run, list[Any]()
+
+    def run_another(self: Any, args: Any) -> Any:
+        calls.append(args)
+        return run(self, calls[-2] if len(calls) > 1 else args)
+
+    with mock.patch.object(recompute._Checkpoint, "_run", run_another):
         yield
 
 
@@ -132,6 +142,7 @@ FAULTS = {
     "random states of no forward": states_of_no_forward,
     "scratch that passes share": shared_scratch,
     "another output of a recomputation": wrong_gradients,
+    "inputs of another checkpoint": inputs_of_another_checkpoint,
 }
 
 
