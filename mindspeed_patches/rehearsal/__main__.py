@@ -200,7 +200,7 @@ def report(options: Options, runs: Mapping[str, Sequence[Record]]) -> int:
     print(*report_lines(runs), sep="\n")
     reference, fused = runs["reference"], runs["commfuse"]
     problems = degeneracies(fused)
-    if not any(r.fused for r in fused) and not all(r.pairs for r in fused):
+    if not any(r.fused for r in fused) and not all(r.overlapped for r in fused):
         problems.append("nothing was fused")
     for problem in problems:
         print(f"inconclusive: commfuse run: {problem}")

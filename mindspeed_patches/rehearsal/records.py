@@ -28,7 +28,7 @@ class Record:
         before, after: a hash per parameter before the first iteration, and after the last, then
             also one of the optimizer's state.
         collectives: number of calls, by ``group: function``.
-        pairs: number of forwards that ran beside a backward.
+        overlapped: number of passes that took turns, or of weight gradients that waited.
         calls: ``(layer, path, count)`` of CommFuse's layers; empty without CommFuse.
     """
 
@@ -38,7 +38,7 @@ class Record:
     before: dict[str, str] = field(default_factory=dict)
     after: dict[str, str] = field(default_factory=dict)
     collectives: dict[str, int] = field(default_factory=dict)
-    pairs: int = 0
+    overlapped: int = 0
     calls: list[tuple[str, str, int]] = field(default_factory=list)
 
     @property

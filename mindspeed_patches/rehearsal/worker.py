@@ -130,7 +130,8 @@ class Observer(TrainedState):
         if fusing is not None:
             self.record.calls = [(*key, count) for key, count in fusing.calls.items()]
         if overlapping is not None and overlapping.overlap is not None:
-            self.record.pairs = overlapping.overlap.runs
+            waited = overlapping.weight_gradients.most
+            self.record.overlapped = overlapping.overlap.runs + waited
 
 
 def main(folder: str, way: str, *command: str) -> None:
