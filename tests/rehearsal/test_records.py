@@ -86,7 +86,7 @@ ATTENTION, ULYSSES = "--commfuse-attention", "--commfuse-ulysses"
         (noted(2**-52), "", 1, f"differs in the training: {LOSSES[0]}; {LOSSES[1]}\n"),
         (noted(after=AFTER | SEVEN), "", 1, f"{MORE} 2 more\n"),
         (noted(calls=LEFT), "", 1, "inconclusive: commfuse run: nothing was fused\n"),
-        (noted(calls=LEFT, pairs=3), "", 0, "identical: True"),
+        (noted(calls=LEFT, overlapped=3), "", 0, "identical: True"),
         (noted(9e-7, after=SEVEN), ATTENTION, 0, "same bits everywhere: False"),
         (noted(1.1e-6), ATTENTION, 1, "relative: False"),
         (noted(9e-7), ULYSSES, 0, "relative: True"),
