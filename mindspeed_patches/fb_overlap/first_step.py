@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.overlap import ForwardBackwardOverlap, PassState
-from commfuse_npu.overlap.transfers import active_turns
+from commfuse_npu.overlap.transfers import active_turns, hook_collectives
 from commfuse_npu.runtime.collectives import device_backend
 from mindspeed_patches.fb_overlap.core_versions import Layout
 from mindspeed_patches.fb_overlap.pass_states import Census
@@ -61,6 +61,7 @@ class FirstStep:
     ) -> None:
         self._overlap, self._replicas = overlap, layout.replicas
         self._recomputation = recomputation
+        hook_collectives()  # before the census looks at the names that it wraps
         self._census = Census(layout.models, [forward])
         # Megatron runs as many micro-batches as there are stages through a chunk, then the next.
         chunks, stages = len(layout.models), layout.stages

@@ -178,6 +178,7 @@ class Census:
             (owner, name): _content(value)
             for owner, holder in self._owners.items()
             for name, value in list(vars(holder).items())
+            if not name.startswith("__")  # of Python: warnings that were shown, and the like
         }
 
     def written_by_both(self, kinds: Iterable[str], others: Iterable[str]) -> list[str]:

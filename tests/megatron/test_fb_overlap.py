@@ -127,6 +127,26 @@ def timed(rank: int, overlapped: float) -> tuple[int, str]:
     return compare(rank, TP.but({"num_layers": 1}), 9, clock[:-1])
 
 
+def swapped(rank: int) -> set[str]:
+    """Names of attributes that passes swap."""
+    overlapping = Overlapping()
+    with layout(TP):
+        overlapping.start()
+        try:
+            Trainer(TP).step()
+        finally:
+            overlapping.stop()
+    assert overlapping.overlap is not None
+    return {name for state in overlapping.overlap.states for name in getattr(state, "_names", ())}
+
+
+def test_only_what_passes_write_is_swapped(ranks: Any) -> None:
+    """Not the collectives that the first pass wraps, in modules that imported them."""
+    for names in ranks(2).run(swapped):
+        assert "states_" in names
+        assert not [name for name in names if name.startswith(("dist_", "__"))]
+
+
 NAMED = {
     "overlap_moe_expert_parallel_comm": True,
     "delay_wgrad_compute": True,
