@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from commfuse_npu.overlap.states import PassState, RandomState
-from commfuse_npu.overlap.thread_context import ThreadContext, saved_tensors_hooks
+from commfuse_npu.overlap.states import PassState, RandomState, restore_states, save_states
+from commfuse_npu.overlap.thread_context import Autocast, saved_tensors_hooks
 from commfuse_npu.overlap.transfers import active_turns
 
 __all__ = ["RecomputeAhead", "recompute_torch_ahead"]
@@ -41,15 +41,14 @@ def recompute_torch_ahead(device: str) -> RecomputeAhead:
     """
     from torch.utils.checkpoint import CheckpointFunction
 
-    ahead = RecomputeAhead(lambda: [RandomState(device)])
+    ahead = RecomputeAhead(lambda device: [RandomState(device)])
     plain = CheckpointFunction.forward
 
     @functools.wraps(plain)
     def forward(ctx: Any, function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
         if not preserves:
             return plain(ctx, function, preserves, *args)
-        context = ThreadContext(device)
-        return ahead.forward(plain, ctx, function, preserves, *args, in_autocast=context)
+        return ahead.forward(plain, ctx, function, preserves, *args, autocast=Autocast(device))
 
     CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
     return ahead
@@ -59,10 +58,12 @@ class RecomputeAhead:
     """Wraps the forward of a reentrant checkpoint, an autograd function.
 
     Left alone are checkpoints within hooks of saved tensors, which may move the inputs away (known
-    from torch 2.8 on), and inputs of which none is the output of another checkpoint.
+    from torch 2.8 on), those without inputs that require gradients, which are never recomputed, and
+    inputs of which none is the output of another checkpoint.
 
     Args:
-        random_states: the states that the checkpoint restores for its recomputation.
+        random_states: the states that a checkpoint on a device (``npu``, ``cuda`` or ``cpu``)
+            restores for its recomputation.
 
     Attributes:
         enabled: whether recomputations run ahead.
@@ -70,7 +71,7 @@ class RecomputeAhead:
         left_alone: why some checkpoints are not recomputed ahead.
     """
 
-    def __init__(self, random_states: Callable[[], Sequence[PassState]]) -> None:
+    def __init__(self, random_states: Callable[[str], Sequence[PassState]]) -> None:
         self.enabled = True
         self.count = 0
         self.left_alone: set[str] = set()
@@ -84,20 +85,24 @@ class RecomputeAhead:
         function: Callable[..., Any],
         option: bool,
         *args: Any,
-        in_autocast: ThreadContext | None = None,
+        autocast: Autocast | None = None,
         known: Callable[[], bool] = lambda: True,
     ) -> Any:
         """``forward(context, function, option, *args)`` with a function that may run ahead.
 
         Args:
-            in_autocast: the recomputation runs with its autocast state, else with that of the
-                backward.
+            autocast: of the recomputation, else that of the backward.
             known: whether the function may run ahead yet, asked before each time.
         """
+        trained = [value for value in args if torch.is_tensor(value) and value.requires_grad]
+        if not trained:
+            return forward(context, function, option, *args)
         if saved_tensors_hooks() is not None:
             self.left_alone.add("hooks of saved tensors may move their inputs away")
             return forward(context, function, option, *args)
-        checkpoint = _Checkpoint(self, function, args, in_autocast, known)
+        states = self._random_states(trained[0].device.type)
+        before = self._before(trained)
+        checkpoint = _Checkpoint(self, function, args, states, before, autocast, known)
         outputs = forward(context, checkpoint, option, *args)
         checkpoint.in_forward = False
         # Weak: without gradients nothing else keeps the checkpoint, which keeps its inputs.
@@ -107,22 +112,13 @@ class RecomputeAhead:
                 self._by_output[output] = reference
         return outputs
 
-    def before(self, args: tuple[Any, ...]) -> _Checkpoint | None:
+    def _before(self, inputs: Sequence[torch.Tensor]) -> _Checkpoint | None:
         """The checkpoint whose output is among these inputs."""
-        for value in args:
-            if torch.is_tensor(value) and value.requires_grad and value in self._by_output:
-                checkpoint: _Checkpoint | None = self._by_output[value]()
+        for tensor in inputs:
+            if tensor in self._by_output:
+                checkpoint: _Checkpoint | None = self._by_output[tensor]()
                 return checkpoint
         return None
-
-    def save(self) -> list[dict[str, Any]]:
-        """The current random states."""
-        return [state.save() for state in self._random_states()]
-
-    def restore(self, saved: list[dict[str, Any]]) -> None:
-        """Set the random states to what :meth:`save` returned."""
-        for state, values in zip(self._random_states(), saved, strict=True):
-            state.restore(values)
 
 
 class _Recomputed(NamedTuple):
@@ -140,15 +136,16 @@ class _Checkpoint:
         ahead: RecomputeAhead,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        in_autocast: ThreadContext | None,
+        states: Sequence[PassState],
+        before: _Checkpoint | None,
+        autocast: Autocast | None,
         known: Callable[[], bool],
     ) -> None:
         self.in_forward = True
         self._ahead, self._function, self._known = ahead, function, known
         self._args: tuple[Any, ...] | None = args
-        self._in_autocast = in_autocast
-        self._random = ahead.save()
-        self._before = ahead.before(args)
+        self._states, self._random = states, save_states(states)
+        self._before, self._autocast = before, autocast
         self._made: _Recomputed | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -180,15 +177,15 @@ class _Checkpoint:
             return
         self._args = None
         self._ahead.count += 1
-        current = self._ahead.save()
-        self._ahead.restore(self._random)
+        current = save_states(self._states)
+        restore_states(self._states, self._random)
         try:
             with ExitStack() as stack:
-                if self._in_autocast is not None:
-                    self._in_autocast.enter_autocast(stack)
+                if self._autocast is not None:
+                    self._autocast.enter(stack)
                 self._made = self._run(args)
         finally:
-            self._ahead.restore(current)
+            restore_states(self._states, current)
 
     def _run(self, args: tuple[Any, ...]) -> _Recomputed:
         leaves = tuple(

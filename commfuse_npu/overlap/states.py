@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Attributes", "PassState", "RandomState"]
+__all__ = ["Attributes", "PassState", "RandomState", "restore_states", "save_states"]
 
 
 class PassState(Protocol):
@@ -23,6 +24,17 @@ class PassState(Protocol):
 
     def same(self, before: Any, after: Any) -> bool:
         """Whether a pass that started with the value ``before`` has not written it."""
+
+
+def save_states(states: Sequence[PassState]) -> list[dict[str, Any]]:
+    """The current values of each state."""
+    return [state.save() for state in states]
+
+
+def restore_states(states: Sequence[PassState], saved: Sequence[dict[str, Any]]) -> None:
+    """Set what :func:`save_states` returned."""
+    for state, values in zip(states, saved, strict=True):
+        state.restore(values)
 
 
 class RandomState(PassState):

@@ -10,7 +10,7 @@ import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 
-__all__ = ["ThreadContext", "saved_tensors_hooks", "without_modes"]
+__all__ = ["Autocast", "ThreadContext", "saved_tensors_hooks", "without_modes"]
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -28,6 +28,26 @@ def without_modes(stack: ExitStack) -> None:
         stack.callback(dispatch._push_mode, dispatch._pop_mode())
 
 
+class Autocast:
+    """The autocast state of the thread that creates it, of the CPU and a device.
+
+    Attributes:
+        enabled: whether autocast is enabled for either.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._kinds = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in dict.fromkeys(("cpu", device))
+        ]
+        self.enabled = any(enabled for *_, enabled in self._kinds)
+
+    def enter(self, stack: ExitStack) -> None:
+        """Set it in this thread until the stack is closed."""
+        for kind, dtype, enabled in self._kinds:
+            stack.enter_context(torch.autocast(kind, dtype, enabled))
+
+
 class ThreadContext:
     """The thread-local state of torch of the thread that creates it.
 
@@ -37,9 +57,6 @@ class ThreadContext:
 
     Args:
         device: ``npu``, ``cuda`` or ``cpu``.
-
-    Attributes:
-        autocast_enabled: whether autocast is enabled for any device.
     """
 
     def __init__(self, device: str) -> None:
@@ -48,11 +65,7 @@ class ThreadContext:
             self._index, self._stream = self._device.current_device(), self._device.current_stream()
         self._gradients = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in dict.fromkeys(("cpu", device))
-        ]
-        self.autocast_enabled = any(enabled for *_, enabled in self._autocast)
+        self._autocast = Autocast(device)
         self._functions = overrides._get_current_function_mode_stack()
         self._dispatches = dispatch._get_current_dispatch_mode_stack()
         self._hooks = saved_tensors_hooks()
@@ -64,11 +77,11 @@ class ThreadContext:
             stack.enter_context(self._device.stream(self._stream))
         stack.enter_context(torch.inference_mode(self._inference))
         stack.enter_context(torch.set_grad_enabled(self._gradients))
-        if self.autocast_enabled:
+        if self._autocast.enabled:
             # Then the end of autocast here does not clear the casts that the process keeps.
             torch.autocast_increment_nesting()
             stack.callback(torch.autocast_decrement_nesting)
-        self.enter_autocast(stack)
+        self._autocast.enter(stack)
         if self._hooks is not None:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
         # Pushed, not entered: to enter a mode a second time may fail or change global state.
@@ -78,8 +91,3 @@ class ThreadContext:
         for dispatch_mode in self._dispatches:
             dispatch._push_mode(dispatch_mode)
             stack.callback(dispatch._pop_mode)
-
-    def enter_autocast(self, stack: ExitStack) -> None:
-        """Set the autocast state alone."""
-        for kind, dtype, enabled in self._autocast:
-            stack.enter_context(torch.autocast(kind, dtype, enabled))

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch._C._profiler import _RecordFunctionFast
 
-from commfuse_npu.overlap.states import PassState, RandomState
-from commfuse_npu.overlap.thread_context import ThreadContext
+from commfuse_npu.overlap.states import PassState, RandomState, restore_states, save_states
+from commfuse_npu.overlap.thread_context import Autocast, ThreadContext
 from commfuse_npu.overlap.weight_gradients import WeightGradients
 from commfuse_npu.plan.turns import filled_pass, next_pass
 
@@ -101,7 +101,7 @@ class Turns:
         self._states, self._device = states, device
         # Casts of autocast belong to the process.  Where autocast begins inside a pass, another
         # pass needs other ones; around all passes, they are shared as in order.
-        self._shares_casts = ThreadContext(device).autocast_enabled
+        self._shares_casts = Autocast(device).enabled
         self._ring: list[Pass] = []
         self._interrupted = False
         self._paused = False
@@ -223,7 +223,7 @@ class Turns:
         return other.result
 
     def _add(self, new: Pass, at: int) -> None:
-        new.began_with = new.saved = self._save()
+        new.began_with = new.saved = save_states(self._states)
         self._ring.insert(at, new)
         self.passes.append(new)
 
@@ -260,7 +260,7 @@ class Turns:
         self._ring.remove(me)
         me.thread = None
         if following is me:
-            me.saved = self._save()
+            me.saved = save_states(self._states)
         else:
             self._give_turn(following)
 
@@ -270,8 +270,8 @@ class Turns:
 
     def _give_turn(self, other: Pass) -> None:
         try:
-            self.running.saved = self._save()
-            self._restore(other.saved)
+            self.running.saved = save_states(self._states)
+            restore_states(self._states, other.saved)
             if not self._shares_casts:
                 torch.clear_autocast_cache()
         except BaseException as error:
@@ -313,13 +313,6 @@ class Turns:
             yield
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def _save(self) -> list[dict[str, Any]]:
-        return [state.save() for state in self._states]
-
-    def _restore(self, values: list[dict[str, Any]]) -> None:
-        for state, saved in zip(self._states, values, strict=True):
-            state.restore(saved)
 
     def _keep_changes(self, other: Pass, random: bool) -> None:
         """Set what an ended pass has written."""

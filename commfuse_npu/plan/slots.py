@@ -20,7 +20,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["Slot", "Step", "in_flight_without", "most_in_flight", "paired_microbatches", "slots"]
+__all__ = [
+    "Slot",
+    "Step",
+    "in_flight_without",
+    "most_in_flight",
+    "paired_microbatches",
+    "recomputes_all",
+    "slots",
+]
 
 
 class Step(NamedTuple):
@@ -89,6 +97,19 @@ def in_flight_without(stages: int, stage: int, chunks: int, microbatches: int) -
     if chunks > 1 and microbatches == stages:
         warm_up = microbatches * chunks  # as in Megatron's interleaved schedule
     return min(microbatches * chunks, warm_up + 1)
+
+
+def recomputes_all(
+    granularity: str | None, method: str | None, number: int | None, layers: int
+) -> bool:
+    """Whether all layers of a stage are recomputed, so that a micro-batch keeps only their inputs.
+
+    Args:
+        granularity, method, number: Megatron's ``--recompute-granularity``, ``-method``,
+            ``-num-layers``.
+        layers: of the stage.
+    """
+    return granularity == "full" and (method != "block" or (number or 1) >= layers)
 
 
 def paired_microbatches(plan: Sequence[Slot]) -> tuple[int, int]:

@@ -163,12 +163,5 @@ def alone(step: dict[str, Any], layout: Layout, config: Any) -> str | None:
     return None
 
 
-def recomputes_all(config: Any, layers: int) -> bool:
-    """Whether all of a stage's layers are recomputed, so that a micro-batch keeps only inputs."""
-    if getattr(config, "recompute_granularity", None) != "full":
-        return False
-    return config.recompute_method == "uniform" or config.recompute_num_layers >= layers
-
-
 def _of_transformer_engine(kind: type) -> bool:
     return any(base.__module__.startswith("transformer_engine.") for base in kind.__mro__)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.overlap import PassState
+from commfuse_npu.overlap.states import restore_states, save_states
 
 __all__ = ["checked_step"]
 
@@ -107,14 +108,13 @@ class _Replay:
 
 def _snapshot(models: Sequence[torch.nn.Module], states: Sequence[PassState]) -> Callable[[], None]:
     """A function that restores states, buffers of the models and trackers of auxiliary losses."""
-    saved = [state.save() for state in states]
+    saved = save_states(states)
     tensors = [(tensor, tensor.detach().clone()) for tensor in _changed_in_place(models)]
     tracker = _tracker()
     names = set(tracker)
 
     def restore() -> None:
-        for state, values in zip(states, saved, strict=True):
-            state.restore(values)
+        restore_states(states, saved)
         for tensor, value in tensors:
             tensor.detach().copy_(value)
         for name in set(tracker) - names:

@@ -21,10 +21,11 @@ from commfuse_npu.plan.slots import (
     in_flight_without,
     most_in_flight,
     paired_microbatches,
+    recomputes_all,
     slots,
 )
 from commfuse_npu.runtime.order_log import shared_order_log
-from mindspeed_patches.fb_overlap.core_versions import Layout, alone, obstacle, recomputes_all
+from mindspeed_patches.fb_overlap.core_versions import Layout, alone, obstacle
 from mindspeed_patches.fb_overlap.first_step import FirstStep
 from mindspeed_patches.fb_overlap.gradient_check import checked_step
 from mindspeed_patches.fb_overlap.pass_states import pass_states, separate_scratch
@@ -240,7 +241,11 @@ class Overlapping:
             return reason
         if len(layout.models) == 1 < layout.stages and not self._plain_pipelines:
             layers = -(-config.num_layers // layout.stages)
-            if not recomputes_all(config, layers):
+            granularity, method, number = (
+                getattr(config, f"recompute_{part}", None)
+                for part in ("granularity", "method", "num_layers")
+            )
+            if not recomputes_all(granularity, method, number, layers):
                 return (
                     f"{plain_pipeline_memory(layout.stages)}; --commfuse-overlap-memory allows that"
                 )

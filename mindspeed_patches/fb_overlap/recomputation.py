@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.overlap import PassState
 from commfuse_npu.overlap.recompute import RecomputeAhead
 from commfuse_npu.overlap.transfers import hook_collectives
 from commfuse_npu.overlap.unread import Readers, saved_bytes
@@ -80,9 +79,8 @@ class Recomputation:
         self.calls: dict[Hashable, Calls] = {}
         self.left_out = 0
         self.most_bytes = 0
-        self.ahead = RecomputeAhead(self._random_states)
+        self.ahead = RecomputeAhead(random_states)
         self.at_boundary: Callable[[], object] = lambda: None
-        self._device = "cpu"
         # A recomputation runs in one thread: the caller's, or a device's autograd thread.
         self._this_thread = threading.local()
 
@@ -118,13 +116,8 @@ class Recomputation:
         if distribute:
             self.ahead.left_alone.add("--distribute-saved-activations divides their inputs")
             return forward(context, run, distribute, *args)
-        tensors = (value for value in args if torch.is_tensor(value))
-        self._device = next(tensors).device.type
         known = partial(self.calls.__contains__, checkpoint)
         return self.ahead.forward(forward, context, run, distribute, *args, known=known)
-
-    def _random_states(self) -> list[PassState]:
-        return random_states(self._device)
 
     @property
     def recomputing(self) -> bool:

@@ -2,8 +2,8 @@
 
 import io
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.overlap import RandomState, recompute
-from commfuse_npu.overlap.recompute import RecomputeAhead
 from mindspeed_patches.fb_overlap import Overlapping, pass_states
 from tests.megatron.models import DISTRIBUTED, EXPERTS, RECOMPUTED, Case
 from tests.megatron.training import Trainer, layout
@@ -90,27 +89,7 @@ def add_noise(trainer: Trainer) -> None:
     trainer.forward = forward
 
 
-@contextmanager
-def shared_random_states() -> Iterator[None]:
-    with mock.patch.object(RandomState, "restore", return_value=None):
-        yield
-
-
-@contextmanager
-def states_of_no_forward() -> Iterator[None]:
-    """Recomputations ahead with the current random states, not those of their forward."""
-    with mock.patch.object(RecomputeAhead, "restore", return_value=None):
-        yield
-
-
-@contextmanager
-def shared_scratch() -> Iterator[None]:
-    with mock.patch.object(pass_states, "active_turns", return_value=None):
-        yield
-
-
-@contextmanager
-def wrong_gradients() -> Iterator[None]:
+def wrong_gradients() -> Any:
     """A recomputation that ran ahead is replaced by zeros."""
     joined = recompute._joined
 
@@ -118,29 +97,31 @@ def wrong_gradients() -> Iterator[None]:
         hidden, *others = made.outputs
         return joined(made._replace(outputs=(hidden * 0, *others)), before, args)
 
-    with mock.patch.object(recompute, "_joined", zeros):
-        yield
+    return mock.patch.object(recompute, "_joined", zeros)
 
 
-@contextmanager
-def inputs_of_another_checkpoint() -> Iterator[None]:
+def inputs_of_another_checkpoint() -> Any:
     run, calls = recompute._Checkpoint._run, list[Any]()
 
     def run_another(self: Any, args: Any) -> Any:
         calls.append(args)
         return run(self, calls[-2] if len(calls) > 1 else args)
 
-    with mock.patch.object(recompute._Checkpoint, "_run", run_another):
-        yield
+    return mock.patch.object(recompute._Checkpoint, "_run", run_another)
+
+
+def without(owner: Any, name: str) -> Any:
+    """A function that does nothing."""
+    return partial(mock.patch.object, owner, name, return_value=None)
 
 
 FAULTS = {
     "": nullcontext,
     "noise": nullcontext,
     "state that no census sees": nullcontext,
-    "random states that passes share": shared_random_states,
-    "random states of no forward": states_of_no_forward,
-    "scratch that passes share": shared_scratch,
+    "random states that passes share": without(RandomState, "restore"),
+    "random states of no forward": without(recompute, "restore_states"),
+    "scratch that passes share": without(pass_states, "active_turns"),
     "another output of a recomputation": wrong_gradients,
     "inputs of another checkpoint": inputs_of_another_checkpoint,
 }

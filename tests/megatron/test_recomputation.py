@@ -87,6 +87,24 @@ def turned_off(rank: int) -> Counter[str]:
         return compare(rank, DENSE)[0]
 
 
+def without_tensors(rank: int) -> float:
+    """The result of a checkpoint that gets no tensor."""
+    from megatron.core import tensor_parallel
+
+    overlapping = Overlapping()
+    with layout(DENSE):
+        overlapping.start()
+        try:
+            result: torch.Tensor = tensor_parallel.checkpoint(lambda: torch.ones(()), False)
+        finally:
+            overlapping.stop()
+    return result.item()
+
+
+def test_a_checkpoint_may_get_no_tensor(ranks: Any) -> None:
+    assert ranks(2).run(without_tensors) == [1.0, 1.0]
+
+
 def other_number(rank: int) -> str:
     """The error of a checkpoint that recomputes fewer layers than in its first recomputation."""
     from megatron.core import tensor_parallel

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.plan import PlanError
+from commfuse_npu.plan.slots import recomputes_all
 from commfuse_npu.tools.launch_script.short_run import PEERS
 from commfuse_npu.tools.model_config import problems
 from commfuse_npu.tools.plan.launch import (
@@ -235,11 +236,12 @@ def _needs_memory(launch: AskedLaunch) -> bool:
     options, stages = launch.options, launch.config.pipeline_model_parallel_size
     if stages == 1 or model_chunks(options, stages) > 1:
         return False
-    if options.text("--recompute-granularity") != "full":
-        return True
+    granularity, method = (
+        options.text(f"--recompute-{name}") for name in ("granularity", "method")
+    )
     layers = -(-launch.config.num_layers // stages)
-    block = options.text("--recompute-method") == "block"
-    return block and options.number("--recompute-num-layers", 1) < layers
+    number = options.number("--recompute-num-layers", 1)
+    return not recomputes_all(granularity, method, number, layers)
 
 
 def _layout(launch: AskedLaunch) -> str:
