@@ -43,6 +43,7 @@ from commfuse_npu.tools.launch_script.short_run import (
 from commfuse_npu.tools.option_types import Parser
 from mindspeed_patches.rehearsal.instruction_files import (
     INSTRUCTIONS,
+    PAIRS,
     replace_missing_instructions,
 )
 from mindspeed_patches.rehearsal.records import (
@@ -90,7 +91,7 @@ def prepare(options: Options, iterations: int, folder: Path) -> None:
         options.set("--attention-dropout", "0.0", why="attention on CPU has no dropout")
     # CPython 3.11 may hang in the child of a fork while a thread of gloo enters the interpreter.
     options.set("--num-workers", 0, why="a forked loader may hang beside gloo's threads")
-    if INSTRUCTIONS not in options:
+    if INSTRUCTIONS not in options and PAIRS not in options:
         replace_missing_data(options, folder)
 
 

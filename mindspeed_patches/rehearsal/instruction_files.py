@@ -8,6 +8,7 @@ MindSpeed-LLM's preprocessing and Hugging Face's tokenizers.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.short_run import drop_data_and_tokenizer, missing_tokenizer
 
 INSTRUCTIONS = "--is-instruction-dataset"
-"""The option of fine-tuning, which mock data cannot replace."""
+PAIRS = "--is-pairwise-dataset"
+"""The options of fine-tuning and of preference training, which mock data cannot replace."""
 
 _ROWS = 64
 _WORDS = 1000
@@ -34,14 +36,20 @@ def replace_missing_instructions(options: Options, folder: Path, target: Path) -
     """
     prefix = folder / (options.text("--data-path") or "")
     has_data = any(prefix.parent.glob(f"{prefix.name}_packed_*_document.idx"))
-    if INSTRUCTIONS not in options or (has_data and not missing_tokenizer(options, folder)):
+    pairs = PAIRS in options
+    needed = pairs or INSTRUCTIONS in options
+    if not needed or (has_data and not missing_tokenizer(options, folder)):
         return
     drop_data_and_tokenizer(options, why="data or tokenizer are not on this machine")
     _write_tokenizer(target / "tokenizer")
-    rows = list(_rows(options.number("--seq-length", 64), "--neat-pack" in options))
-    for index, field in enumerate(("input_ids", "attention_mask", "labels")):
-        prefix = target / f"instructions_packed_{field}_document"
-        _write_indexed(prefix, [row[index] for row in rows])
+    length = options.number("--seq-length", 64)
+    rows = _pairs(length) if pairs else _rows(length, "--neat-pack" in options)
+    fields: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+    for row in rows:
+        for name, values in row.items():
+            fields[name].append(values)
+    for name, documents in fields.items():
+        _write_indexed(target / f"instructions_packed_{name}_document", documents)
     options.set("--data-path", str(target / "instructions"))
     options.set("--tokenizer-type", "PretrainedFromHF")
     options.set("--tokenizer-name-or-path", str(target / "tokenizer"))
@@ -71,7 +79,7 @@ def _write_tokenizer(folder: Path) -> None:
         (folder / name).write_text(json.dumps(content), "utf-8")
 
 
-def _rows(length: int, packed: bool) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def _rows(length: int, packed: bool) -> Iterator[dict[str, np.ndarray]]:
     """Token ids, masks and labels; packed rows are full, and their mask numbers two documents."""
     random = np.random.default_rng(1234)
     for first in random.integers(length // 2, length, _ROWS):
@@ -79,7 +87,21 @@ def _rows(length: int, packed: bool) -> Iterator[tuple[np.ndarray, np.ndarray, n
         place = np.arange(tokens.size)
         second = place >= first
         prompt = np.where(second, place - first, place) < length // 8
-        yield tokens, 1 + second, np.where(prompt, _IGNORED, tokens)
+        labels = np.where(prompt, _IGNORED, tokens)
+        yield {"input_ids": tokens, "attention_mask": 1 + second, "labels": labels}
+
+
+def _pairs(length: int) -> Iterator[dict[str, np.ndarray]]:
+    """Token ids and labels of a chosen and a rejected answer to the same prompt."""
+    random = np.random.default_rng(1234)
+    for _ in range(_ROWS):
+        prompt = random.integers(3, _WORDS, length // 8)
+        row = {}
+        for answer in ("chosen", "rejected"):
+            words = random.integers(3, _WORDS, random.integers(length // 4, length // 2))
+            row[f"{answer}_input_ids"] = np.append(prompt, words)
+            row[f"{answer}_labels"] = np.append(np.full_like(prompt, _IGNORED), words)
+        yield row
 
 
 def _write_indexed(prefix: Path, rows: list[np.ndarray]) -> None:

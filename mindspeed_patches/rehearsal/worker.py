@@ -65,6 +65,8 @@ class CollectiveCounter:
         """Wrap the functions; modules that imported them earlier keep the originals."""
         for name in filter(functools.partial(hasattr, dist), _COLLECTIVES):
             setattr(dist, name, self._counted(name, getattr(dist, name)))
+        # P2POp takes only the function that this module has.
+        dist.distributed_c10d.isend = dist.isend
         from commfuse_npu.runtime import executor  # binds collectives: only now
 
         executor.post_send = self._counted("isend", executor.post_send)

@@ -137,6 +137,7 @@ LAUNCHES = {
     "deepseek2_lite/tune_deepseek2_lite_16b_full_ptd_16p.sh": "experts with recomputation",
     "deepseek3/tune_deepseek3_671b_4k_full_A3_ptd.sh": "shared experts' gathers overlapped, too",
     "deepseek3/tune_deepseek3_671b_4k_lora_A3_ptd.sh": "LoRA",
+    "qwen3_moe/dpo_qwen3_30b_a3b_16K_A3_ptd.sh": "preference training, with a reference model",
 }
 """Launch scripts of MindSpeed-LLM 26.1.0, below ``examples/mcore``, and their kinds."""
 

@@ -14,6 +14,9 @@ LAUNCH = (
     "--tokenizer-name-or-path t --padded-vocab-size 152064 --seq-length 32"
 )
 
+FIELDS = ("input_ids", "labels")
+"""What MindSpeed-LLM reads of each answer of a pair."""
+
 
 def replaced(text: str, folder: Path) -> Options:
     options = Options(text.split())
@@ -21,9 +24,9 @@ def replaced(text: str, folder: Path) -> Options:
     return options
 
 
-def rows(options: Options) -> list[tuple[np.ndarray, ...]]:
+def rows(options: Options, *fields: str) -> list[tuple[np.ndarray, ...]]:
     prefix = options.text("--data-path")
-    fields = ("input_ids", "attention_mask", "labels")
+    fields = fields or ("input_ids", "attention_mask", "labels")
     sets = [IndexedDataset(f"{prefix}_packed_{field}_document") for field in fields]
     return [tuple(dataset.get(at).copy() for dataset in sets) for at in range(len(sets[0]))]
 
@@ -57,6 +60,17 @@ def test_packed_rows_are_full_and_number_their_documents(tmp_path: Path) -> None
             at = np.flatnonzero(mask == document)
             assert (labels[at[:4]] == -100).all()
             assert np.array_equal(labels[at[4:]], tokens[at[4:]])
+
+
+def test_pairs_of_answers_share_their_prompt(tmp_path: Path) -> None:
+    pairwise = LAUNCH.replace("--is-instruction-dataset", "--is-pairwise-dataset")
+    names = [f"{answer}_{field}" for answer in ("chosen", "rejected") for field in FIELDS]
+    for chosen, labels, rejected, others in rows(replaced(pairwise, tmp_path), *names):
+        assert np.array_equal(chosen[:4], rejected[:4])
+        for tokens, marked in ((chosen, labels), (rejected, others)):
+            assert 12 <= len(tokens) == len(marked) < 32
+            assert list(marked[:4]) == [-100] * 4
+            assert np.array_equal(marked[4:], tokens[4:])
 
 
 def test_files_that_are_here_and_pretraining_are_left(tmp_path: Path) -> None:

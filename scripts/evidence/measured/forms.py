@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu.ops import (
     LinearOptions,
@@ -73,12 +74,19 @@ class Form:
         self.transport, self._overlap = transport, overlap
         self.of: dict[str, Any] = {"transport": transport, "options": options}
 
-    def pair(self, forward: _Call, backward: _Call) -> tuple[Any, Any]:
-        """Run the forward of one micro-batch and the backward of another; return both results."""
-        if self._overlap is None:
-            result = backward()
-            return forward(), result
-        return self._overlap.run(forward, backward)
+    def pair(self, forward: _Call, backward: _Call) -> Any:
+        """Run the forward of one micro-batch and the backward of another; return the output."""
+        if self._overlap is not None:
+            return self._overlap.run(forward, backward)[0]
+        backward()
+        return forward()
+
+    def backward(self, backward: _Call) -> None:
+        """Run the last backward."""
+        if self._overlap is not None:
+            self._overlap.run_together(backward=backward)
+        else:
+            backward()
 
 
 class _Attention(torch.autograd.Function):
@@ -161,14 +169,17 @@ class Work:
         y = self._forward(form)
         for _ in range(self._kind.micro_batches - 1):
             forward, backward = partial(self._forward, form), partial(y.backward, self._grad)
-            y, _ = form.pair(forward, backward)
-        y.backward(self._grad)
+            y = form.pair(forward, backward)
+        form.backward(partial(y.backward, self._grad))
         return [y.detach(), *(leaf.grad for leaf in leaves)]
 
     def _forward(self, form: Form) -> torch.Tensor:
         y = self._x
         for weights in self._layers:
-            y = self._layer(form, y, weights)
+            if self._kind.recomputes:
+                y = checkpoint(self._layer, form, y, weights, use_reentrant=True)
+            else:
+                y = self._layer(form, y, weights)
         return y
 
     def _draw(self, *shape: int, scale: float = 1.0) -> torch.Tensor:

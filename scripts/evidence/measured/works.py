@@ -40,25 +40,30 @@ class WorkKind(NamedTuple):
         pairs: number of column-parallel layers, each followed by a row-parallel one.
         layers: number of layers, each with its own weights.
         micro_batches: number of forwards and backwards per run.
+        recomputes: whether a backward recomputes each layer, by torch's reentrant checkpoint.
     """
 
     pairs: int
     layers: int = 1
     micro_batches: int = 1
+    recomputes: bool = False
 
     def bytes_per_pair(self, scale: Scale) -> int:
         """Bytes that one rank sends to another in one run, in fp32.
 
         A pair of layers has five collectives over blocks of ``[s, H]``: the backward of the first
-        gathers its input again instead of keeping N times the memory (as Megatron does).
+        gathers its input again instead of keeping N times the memory (as Megatron does).  A
+        recomputation runs the two of the forward again.
         """
         block = scale.rows // scale.ranks * scale.hidden * 4
-        return block * 5 * self.pairs * self.micro_batches
+        collectives = 7 if self.recomputes else 5
+        return block * collectives * self.pairs * self.micro_batches
 
 
 WORKS: Mapping[str, WorkKind] = {
     "mlp": WorkKind(1),
     "layers": WorkKind(4, 2),
     "micro-batches": WorkKind(4, 2, 8),
+    "recomputed": WorkKind(4, 2, 8, recomputes=True),
 }
-"""An MLP, two layers, and eight micro-batches of two layers."""
+"""An MLP, two layers, and eight micro-batches of two layers, kept or recomputed."""
