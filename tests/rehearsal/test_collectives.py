@@ -60,6 +60,7 @@ def test_groups_are_gloos_and_each_collective_is_counted_once(monkeypatch) -> No
         dist.all_to_all_single(output, torch.arange(3.0), size, size, group)
         assert output.tolist() == [0.0, 1.0, 2.0]
         assert executor.post_send(group, [tensor], 0, 1) == ([tensor], 0, 1)
+        assert dist.P2POp(dist.isend, tensor, 0, group).op is dist.isend  # torch accepts it
         counter._counted("emulated", lambda: dist.all_reduce(tensor))()
         # A collective that fails does not stop the count.
         with pytest.raises(TypeError):
