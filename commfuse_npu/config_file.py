@@ -78,7 +78,8 @@ def read_config(path: Path) -> dict[Any, Any]:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     # ValueError: an invalid date, as 2026-99-99; RecursionError: a list in a list in a list ...
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None)
         message = f"line {mark.line + 1}: {problem}" if mark and problem else str(error)
         raise ConfigError(f"{path} is not valid yaml: {' '.join(message.split())}") from error
     if not isinstance(document, dict):

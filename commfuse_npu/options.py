@@ -246,7 +246,7 @@ def schedule_for(
 
     Args:
         processes: ranks per node.
-        stride: distance in global ranks between neighbours in the group: 1 for tensor parallelism,
+        stride: distance in global ranks between neighbors in the group: 1 for tensor parallelism,
             the tensor-parallel size for context and data parallelism.
         chunks, lanes: defaults if the options do not set them.
         linear: whether the schedule is for tensor-parallel layers.

@@ -79,7 +79,8 @@ def find_package(name: str, variables: Mapping[str, str]) -> Package | None:
 def _version(name: str, folders: tuple[Path, ...]) -> str | None:
     # Files next to the code are about this copy; metadata may be about another one.
     for folder in folders:
-        info, setup = folder / "core" / "package_info.py", folder.parent / "setup.py"
+        info = folder / "core" / "package_info.py"
+        setup = folder.parent / "setup.py"
         if name == "megatron" and info.exists():
             numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", info.read_text("utf-8"), re.M)
             return ".".join(numbers)

@@ -262,7 +262,8 @@ def missing(ours: str, args: argparse.Namespace) -> str:
         )
     if ours != "--commfuse-ulysses":
         return ""
-    size, tensor = args.context_parallel_size, args.tensor_model_parallel_size
+    size = args.context_parallel_size
+    tensor = args.tensor_model_parallel_size
     if size < 2:
         return (
             f"{ours} needs --context-parallel-size of at least 2: a context-parallel "

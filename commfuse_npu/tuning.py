@@ -120,7 +120,7 @@ def _timed(transport: Transport, name: str, call: Callable[[], object]) -> float
     transport.confirm(name)
     start = time.perf_counter()
     call()
-    transport.synchronise()
+    transport.synchronize()
     return time.perf_counter() - start
 
 
@@ -188,7 +188,8 @@ def fastest(
         The first alternative within half a percent of the fastest; and the median of each that
         reached the last stage.
     """
-    order, remaining = random.Random(0), list(alternatives)
+    order = random.Random(0)
+    remaining = list(alternatives)
     times: dict[str, list[float]] = {choice: [] for choice in alternatives}
     run(remaining)  # buffers are allocated, connections and caches warm
     for rounds in _ROUNDS:

@@ -15,7 +15,8 @@ from commfuse_npu.overlap import ForwardBackwardOverlap
 # end
 
 dist.init_process_group("gloo")  # "hccl" on NPUs
-N, rank = dist.get_world_size(), dist.get_rank()
+N = dist.get_world_size()
+rank = dist.get_rank()
 
 
 class RowParallel(torch.autograd.Function):
@@ -63,7 +64,8 @@ def train(enabled: bool) -> list[torch.Tensor]:
     loss.backward()
     overlap.check()  # before the optimizer changes weights
     # end
-    requests, half = torch.cat(batches), 3 * 8
+    requests = torch.cat(batches)
+    half = 3 * 8
     # cut: prefill
     with torch.no_grad():
         first, second = overlap.run_together(

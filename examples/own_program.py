@@ -24,7 +24,8 @@ order_log = OrderLog(Path("orders"), dist.get_rank(), dist.get_world_size())
 transport = Transport.create(tensor_parallel_group, order_log=order_log)
 # end
 
-rows, columns = 4, 8
+rows = 4
+columns = 8
 torch.manual_seed(dist.get_rank())
 shard = torch.randint(9, (rows, columns)).float()  # this rank's part of what is gathered
 matrix = torch.ones(columns, 3)

@@ -17,11 +17,15 @@ from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_sca
 # end
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 
-S, B, H, FFN = 64, 2, 32, 128
+S = 64
+B = 2
+H = 32
+FFN = 128
 
 dist.init_process_group("gloo")  # "hccl" on NPUs
 tensor_parallel_group = dist.group.WORLD
-N, rank = dist.get_world_size(), dist.get_rank()
+N = dist.get_world_size()
+rank = dist.get_rank()
 activation = partial(gelu, approximate="tanh")
 
 # cut: linear
@@ -59,7 +63,8 @@ def trained(transport) -> list[torch.Tensor]:
 def main() -> None:
     # Over collectives, with the same split of GEMMs.
     collectives = CollectiveTransport(tensor_parallel_group, same_pieces=True)
-    fused, plain = trained(transport), trained(collectives)
+    fused = trained(transport)
+    plain = trained(collectives)
     same = torch.tensor(all(map(torch.equal, fused, plain)))
     dist.all_reduce(same, dist.ReduceOp.MIN)
     if rank == 0:

@@ -156,7 +156,8 @@ class DeferredAttention(torch.Tensor):
         )
         deferred._heads = q, k, v
         deferred._arguments = arguments
-        deferred._attend, deferred._value = attend, None
+        deferred._attend = attend
+        deferred._value = None
         return deferred
 
     def value(self) -> torch.Tensor:

@@ -66,7 +66,8 @@ class BucketWrappers:
     """
 
     def __init__(self, linears: LinearWrappers, options: LinearOptions) -> None:
-        self._linears, self._options = linears, options
+        self._linears = linears
+        self._options = options
         self.users = {
             name: LaneUser(f"BucketWrappers.users[{name!r}]", DATA_PARALLEL, options.schedule)
             for name in ("gradients", "parameters")

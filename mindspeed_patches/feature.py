@@ -33,7 +33,8 @@ from mindspeed_patches.fb_overlap.overlapping import Overlapping
 from mindspeed_patches.training_options import LaunchSizes, check_options, register_wrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
-_FUSED, _OVERLAPPED = "--use-commfuse", "--commfuse-overlap"
+_FUSED = "--use-commfuse"
+_OVERLAPPED = "--commfuse-overlap"
 _logger = logging.getLogger(__name__)
 
 

@@ -86,7 +86,8 @@ class LaneUser:
         self.group = group
         self.buffer_megabytes: int | None = None
         self.order_log: str | None = None
-        self._name, self._schedule = name, schedule
+        self._name = name
+        self._schedule = schedule
         self._own_lanes: Transport | None = None
 
     def lanes(self) -> AnyTransport:
@@ -161,7 +162,9 @@ class LaneUser:
 
     def close(self) -> None:
         """Close the lanes if they exist."""
-        own, self._own_lanes, self.transport = self._own_lanes, None, None
+        own = self._own_lanes
+        self._own_lanes = None
+        self.transport = None
         if own is not None:
             own.close()
 

@@ -164,7 +164,8 @@ def _lines(counts: Counts) -> Iterator[str]:
     for (name, reason), count in counts.items():
         kinds.setdefault(name, {})[reason] = count
     for kind, reasons in kinds.items():
-        total, fused = sum(reasons.values()), reasons.pop("", 0)
+        total = sum(reasons.values())
+        fused = reasons.pop("", 0)
         if total:
             others = (f"; {count} not: {reason}" for reason, count in reasons.items())
             yield f"{kind}: {fused} of {total} fused{''.join(others)}"

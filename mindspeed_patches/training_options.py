@@ -46,7 +46,8 @@ class LaunchSizes:
         world = self._number("world_size") or int(os.environ.get("WORLD_SIZE") or 1)
         self.data = max(1, world // (self.tensor * self.pipeline))
         self.hidden = self._number("hidden_size")
-        length, batch = self._number("seq_length"), self._number("micro_batch_size")
+        length = self._number("seq_length")
+        batch = self._number("micro_batch_size")
         self.rows = (
             block_rows(length, batch, self.tensor, self.context) if length and batch else None
         )
@@ -136,8 +137,10 @@ def check_options(args: argparse.Namespace, *, complete: bool = False) -> None:
 
 def linear_options(args: argparse.Namespace) -> LinearOptions:
     """The options of the tensor-parallel linear layers."""
-    options, sizes = given_options(args), LaunchSizes(args)
-    tuned, chunks = options.commfuse_tuning == "on", 1
+    options = given_options(args)
+    sizes = LaunchSizes(args)
+    tuned = options.commfuse_tuning == "on"
+    chunks = 1
     if sizes.rows is not None and not tuned:
         chunks = default_chunks(sizes.tensor, sizes.rows, sizes.hidden)
     return LinearOptions(
@@ -181,7 +184,8 @@ def register_wrappers(
         The linear wrappers, which count all calls; the wrappers whose lanes are to be created once
         Megatron's groups exist; the report to print when the model is built.
     """
-    options, sizes = given_options(args), LaunchSizes(args)
+    options = given_options(args)
+    sizes = LaunchSizes(args)
     wrappers = LinearWrappers(
         linear_options(args),
         options.commfuse_layers,

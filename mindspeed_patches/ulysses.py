@@ -138,14 +138,16 @@ class UlyssesWrappers(LaneUser):
             o_SBAD = local_attn(q_SBAD, k_SBGD, v_SBGD)
             o_sBAD = all_to_all(o_SBAD)                                            # own rows
         """
-        core, lanes = innermost(attention.local_attn), self.lanes()
+        core = innermost(attention.local_attn)
+        lanes = self.lanes()
         joined: _Joined | None = getattr(attention, "commfuse_joined", None)
         if joined is not None and joined.qkv:
             heads = query, key, value
             arguments = joined.arguments
         else:
             reason = self._obstacle(attention) or heads_obstacle(query, key, value)
-            length, batch = query.shape[0] * lanes.size, query.shape[1]
+            length = query.shape[0] * lanes.size
+            batch = query.shape[1]
             found = reason or attention_arguments(core, args, kwargs, length, batch)
             if isinstance(found, str):
                 self._linears.fall_back("ulysses", found)
@@ -171,7 +173,8 @@ class UlyssesWrappers(LaneUser):
         Projections that can take part in the exchange do so, and the core attention leaves their
         part of it to them.
         """
-        core, (rows, batch) = layer.core_attention, hidden_states.shape[:2]
+        core = layer.core_attention
+        rows, batch = hidden_states.shape[:2]
         local = getattr(core, "local_attn", None)
         exchanges = getattr(local, "ulysses_comm_para", None) and hasattr(layer, "linear_qkv")
         with ExitStack() as stack:
@@ -183,7 +186,8 @@ class UlyssesWrappers(LaneUser):
         self, layer: Any, rows: int, batch: int, arguments: dict[str, Any], stack: ExitStack
     ) -> dict[str, Any]:
         """Let the projections take part until ``stack`` closes; returns arguments that change."""
-        lanes, obstacle = self.lanes(), projections_obstacle(layer, arguments)
+        lanes = self.lanes()
+        obstacle = projections_obstacle(layer, arguments)
         found: dict[str, Any] | str = {}
         if obstacle is None:
             core = innermost(layer.core_attention.local_attn)
@@ -214,7 +218,8 @@ class UlyssesWrappers(LaneUser):
         stack.enter_context(replaced(linear, **{name: methods[name]}))
         fewer = {name: getattr(layer, name) // lanes.size for name in _HEADS}
         stack.enter_context(replaced(layer, **fewer))
-        positions, packed = arguments.get("rotary_pos_emb"), arguments.get("packed_seq_params")
+        positions = arguments.get("rotary_pos_emb")
+        packed = arguments.get("packed_seq_params")
         if packed is None:
             return {"rotary_pos_emb": self._positions.of(positions, lanes.group)}
         if getattr(layer.config, "reset_position_ids", False):
@@ -291,7 +296,8 @@ def rows_to_heads(
     Returns:
         ``[S, B, A / N, D]`` and twice ``[S, B, G' / N, D]`` with ``G'`` from ``G`` to ``A``.
     """
-    size, shared = group.size(), query.shape[2] // key.shape[2]
+    size = group.size()
+    shared = query.shape[2] // key.shape[2]
     times = next(t for t in range(1, shared + 1) if not (shared % t or key.shape[2] * t % size))
     if times > 1:
         key, value = (x.repeat_interleave(times, dim=2) for x in (key, value))

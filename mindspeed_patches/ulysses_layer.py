@@ -62,7 +62,8 @@ def qkv_obstacle(layer: Any, rows: int, size: int, arguments: dict[str, Any]) ->
     """
     from megatron.core.transformer.attention import SelfAttention
 
-    groups, linear = layer.num_query_groups_per_partition, layer.linear_qkv
+    groups = layer.num_query_groups_per_partition
+    linear = layer.linear_qkv
     if type(layer).get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors:
         return f"{type(layer).__name__} makes q, k and v in its own way"
     if groups % size:
@@ -128,5 +129,6 @@ class WholePositions:
 
 def picked(embeddings: Any, positions: torch.Tensor) -> Any:
     """``[S, B, 1, D]`` of the ``[S, 1, 1, D]`` embeddings (or a tuple) at ``[S, B]`` positions."""
-    rows, shape = positions.flatten(), (*positions.shape, 1, -1)
+    rows = positions.flatten()
+    shape = (*positions.shape, 1, -1)
     return tree_map_only(torch.Tensor, lambda whole: whole[rows].view(shape), embeddings)

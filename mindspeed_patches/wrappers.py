@@ -116,7 +116,9 @@ class LinearWrappers(LaneUser):
         self.calls: Counter[tuple[str, str]] = Counter()
         self.layers = frozenset(layers)
         self.min_rows = 0
-        self._limited, self._rows, self._hidden = limited, rows, hidden
+        self._limited = limited
+        self._rows = rows
+        self._hidden = hidden
         self._options = by_fusion(options)
         self.reported: set[tuple[str, str]] = set()
 
@@ -228,7 +230,8 @@ class LinearWrappers(LaneUser):
         self, forward: Callable[..., Output], layer: Any, input_: torch.Tensor
     ) -> Output:
         """``forward(input_) -> (output, bias)``."""
-        name, lanes = layer_name(layer), self.lanes()
+        name = layer_name(layer)
+        lanes = self.lanes()
         reason = self._obstacle(layer, input_.shape[:-1].numel() // lanes.size)
         options = self._options[layer.gradient_accumulation_fusion]
         if isinstance(input_, DeferredAttention):
@@ -286,7 +289,8 @@ class LinearWrappers(LaneUser):
             rows: of a rank's block, if known.
             gather: whether its output is gathered.
         """
-        name, row = layer_name(layer), hasattr(layer, "input_is_parallel")
+        name = layer_name(layer)
+        row = hasattr(layer, "input_is_parallel")
         if gather:
             return "gather_output needs the whole output"
         if not getattr(layer, "input_is_parallel", True):

@@ -1,7 +1,7 @@
 """Reads and checks the descriptions of machines, ``configs/hardware/<machine>.yaml``.
 
 Every figure is a range (low, typical, high) in SI units, with its public source.  A simulation
-needs one value, which :meth:`Hardware.machine` picks: the ``favourable`` end, the ``unfavourable``
+needs one value, which :meth:`Hardware.machine` picks: the ``favorable`` end, the ``unfavorable``
 end or the typical value.  The choice is separate for computation and communication, because what a
 schedule hides depends on their ratio.
 """
@@ -21,7 +21,7 @@ from commfuse_npu.hardware.machine import Level, LinkTopology, Machine
 
 __all__ = ["Choice", "Figure", "Hardware", "described"]
 
-Choice = Literal["favourable", "typical", "unfavourable"]
+Choice = Literal["favorable", "typical", "unfavorable"]
 
 
 class _Rule(NamedTuple):
@@ -155,7 +155,8 @@ class Hardware:
             for row in [content[section][name]]
         }
         whole = {name: content[name] for name in _WHOLE}
-        batched, name = content["batched_transfers"], content["name"]
+        batched = content["batched_transfers"]
+        name = content["name"]
         topologies = {level: content[level]["topology"] for level in levels}
         return cls(path, name, **whole, batched=batched, topologies=topologies, figures=figures)
 
@@ -186,12 +187,13 @@ class Hardware:
         """
 
         def value(name: str) -> float:
-            figure, (section, part) = self.figures[name], name.split(".")
+            figure = self.figures[name]
+            section, part = name.split(".")
             rule = _rules_of(section)[part]
             choice = links if rule.links else compute
             if choice == "typical":
                 return figure.typical
-            return figure.high if (choice == "favourable") == rule.more_is_better else figure.low
+            return figure.high if (choice == "favorable") == rule.more_is_better else figure.low
 
         def level(section: str) -> Level | None:
             if section not in self.topologies:
@@ -269,7 +271,8 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     for section in (*_RULES, *_TOPOLOGIES):
         if section == "between" not in content and content.get("nodes") == 1:
             continue
-        part, rules = content.get(section), _rules_of(section)
+        part = content.get(section)
+        rules = _rules_of(section)
         if not isinstance(part, dict):
             yield f"{section}: {part!r} is not a mapping of figures"
             continue

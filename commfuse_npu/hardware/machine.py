@@ -133,7 +133,8 @@ class Machine:
 
         A copy reads and writes memory, and does not overlap with the transfer.
         """
-        ends, reads_and_writes = 2, 2
+        ends = 2
+        reads_and_writes = 2
         return self.memory(ends * reads_and_writes * self.message_copies * size)
 
     def memory(self, traffic: float) -> float:

@@ -247,7 +247,9 @@ def _scores(
     pieces: Sequence[Piece] | None,
 ) -> torch.Tensor:
     """Scores ``[B, G, A/G * Sq, Sk]``, ``-inf`` where a query does not see a key."""
-    groups, queries, keys = k.shape[2], q.shape[0], k.shape[0]
+    groups = k.shape[2]
+    queries = q.shape[0]
+    keys = k.shape[0]
     scores = (_fold(q, groups) @ _fold(k, groups).mT).mul_(_scale(q, scale))
     per_head = scores.unflatten(2, (q.shape[2] // groups, queries))
     if pieces is not None:

@@ -38,7 +38,8 @@ MatmulAdd = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 The argument order of Megatron's ``wgrad_gemm_accum_fp32`` and MindSpeed's ``npu_matmul_add_fp32``.
 """
 
-_NO_MASK, _BOTTOM_RIGHT = 0, 3
+_NO_MASK = 0
+_BOTTOM_RIGHT = 3
 """Values of ``sparse_mode``: 0 without a mask hides nothing; 3 is causal, with the last query at
 the last key, in each document if there are several.
 

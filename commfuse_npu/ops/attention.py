@@ -82,7 +82,9 @@ def attention_linear_reduce_scatter(
     name = "attention_linear_reduce_scatter"
     documents = checked_attention(name, transport, options, q, k, v, causal, documents)
     heads, weight, bias = check_and_cast(name, q.flatten(2), weight, bias, transport, options)
-    q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
+    q = heads.view(q.shape)
+    k = k.to(heads.dtype)
+    v = v.to(heads.dtype)
     options = options_for_attention(options, causal and documents is None)
     call = _AttentionLinear(name, transport, options, q, rows=q.shape[0] * q.shape[1])
     call.attention = AttentionRuns(causal, documents, scale)
@@ -99,7 +101,9 @@ class _AttentionLinear(Call):
     ) -> tuple[torch.Tensor, Tensors]:
         attention = self.attention
         attention.begin(q, k, v, keep=any(self.needs))
-        rows, batch, hidden = q.shape[0] // self.transport.size, q.shape[1], weight.shape[0]
+        rows = q.shape[0] // self.transport.size
+        batch = q.shape[1]
+        hidden = weight.shape[0]
         y = weight.new_empty((rows, batch, hidden))
         transposed = weight.t()
 

@@ -158,7 +158,9 @@ class AttentionRuns:
         Args:
             keep: whether to keep what a backward needs.
         """
-        self._q, self._k, self._v = q.contiguous(), k.contiguous(), v.contiguous()
+        self._q = q.contiguous()
+        self._k = k.contiguous()
+        self._v = v.contiguous()
         self._kernels = kernels_for(q.device)
         self.attended = torch.empty_like(self._q) if keep else None
 
@@ -218,7 +220,9 @@ class AttentionRuns:
         return grads
 
     def _forget(self) -> None:
-        self.attended, self._statistics, self._grads = None, [], []
+        self.attended = None
+        self._statistics = []
+        self._grads = []
         del self._q, self._k, self._v
 
 

@@ -146,7 +146,9 @@ class Buckets:
             MismatchError: another rank exchanges a different bucket.
             TransportError: a transfer failed.  Nothing was summed.
         """
-        name, transport, running = "reduce_scatter_bucket", self._transport, None
+        name = "reduce_scatter_bucket"
+        transport = self._transport
+        running = None
         check_tensors(name, bucket=bucket)
         reduce_dtype = self._reduce_dtype
         total = reduce_dtype or bucket.dtype
@@ -186,7 +188,8 @@ class Buckets:
         Raises:
             ValueError, MismatchError, TransportError: as :meth:`reduce_scatter`.
         """
-        name, running = "all_gather_bucket", None
+        name = "all_gather_bucket"
+        running = None
         check_tensors(name, bucket=bucket)
         with torch.no_grad():
             if elements := self._elements(name, bucket):
@@ -199,7 +202,8 @@ class Buckets:
 
         A stack has a chunk from every peer if that fits into the scratch memory, else one partial.
         """
-        chunks, peers = self._schedule.runs(elements), self._transport.size - 1
+        chunks = self._schedule.runs(elements)
+        peers = self._transport.size - 1
         piece = max(chunk.stop - chunk.start for chunk in chunks)
         room = SCRATCH_BYTES - aligned(elements) * total.itemsize
 
@@ -254,7 +258,9 @@ class BucketExchange:
         running: Running | None,
         works: Mapping[str, Work],
     ) -> None:
-        self.bucket, self._queue, self.works = bucket, queue, works
+        self.bucket = bucket
+        self._queue = queue
+        self.works = works
         # None if finished, or if there was nothing to transfer: in a group of one, or empty.
         self.running = running
         self.started = False

@@ -88,7 +88,9 @@ class Call:
     ) -> None:
         if transport.size == 1 or rows == 0:
             transport = _by_collectives(name, like, transport)
-        self.name, self.transport, self.options = name, transport, options
+        self.name = name
+        self.transport = transport
+        self.options = options
         self.schedule = self.backward_schedule = options.schedule
 
     def saved(self) -> Any:
@@ -152,9 +154,11 @@ class Call:
             backward: use the schedule of the backward.
             sum_dtype: dtype in which partials are added; by default their own.
         """
-        schedule, name = self.schedule, self.name
+        schedule = self.schedule
+        name = self.name
         if backward:
-            schedule, name = self.backward_schedule, f"{self.name} backward"
+            schedule = self.backward_schedule
+            name = f"{self.name} backward"
         carrier: Any = self.transport if schedule else self.transport.by_collectives
         program = carrier.program(rule, schedule or self.options.schedule, *arguments)
         run: AnyRun = carrier.begin(program, name, like, self.options, sum_dtype)
@@ -260,7 +264,8 @@ def check_and_cast(
             f"{name}: the bias has shape {tuple(bias.shape)}; it has to be ({outputs},), one "
             "number per row of the weight"
         )
-    given, place = x.dtype, x.device
+    given = x.dtype
+    place = x.device
     if given not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise TypeError(f"{name}: x is {given}; choose one of {names}")
@@ -357,7 +362,8 @@ class WeightGradient:
     """
 
     def __init__(self, weight: torch.Tensor, *, main_grad: bool, needed: bool = True) -> None:
-        self._weight, self.needed = weight, needed
+        self._weight = weight
+        self.needed = needed
         self._main_grad: torch.Tensor | None = None
         if needed and main_grad:
             target = getattr(weight, "main_grad", None)
@@ -381,7 +387,8 @@ class WeightGradient:
 
     def result(self) -> torch.Tensor | None:
         """The tensor, or ``None``, that the backward returns for the weight."""
-        weight, target = self._weight, self._main_grad
+        weight = self._weight
+        target = self._main_grad
         if target is None:
             return self._grad
         if not hasattr(weight, "grad_added_to_main_grad"):

@@ -99,8 +99,11 @@ class RowsToHeads(_Exchange):
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, Tensors]:
-        x, rows, size = x.contiguous(), x.shape[0], self.transport.size
-        parts, features = weight.chunk(size), weight.shape[0] // size
+        x = x.contiguous()
+        rows = x.shape[0]
+        size = self.transport.size
+        parts = weight.chunk(size)
+        features = weight.shape[0] // size
         y = x.new_empty((rows * size, features))
 
         def make(out: torch.Tensor, run: slice) -> None:
@@ -112,8 +115,11 @@ class RowsToHeads(_Exchange):
         return y, (x if self.needs[1] else None,)
 
     def backward(self, grad: torch.Tensor) -> Tensors:
-        (x,), weight, size = self.saved(), self.weight, self.transport.size
-        (total_rows, features), (needs_x, _, needs_bias) = grad.shape, self.needs
+        (x,) = self.saved()
+        weight = self.weight
+        size = self.transport.size
+        total_rows, features = grad.shape
+        needs_x, _, needs_bias = self.needs
         rows = total_rows // size
         parts = weight.chunk(size)
         grad_x = _zeros(weight, rows, weight.shape[1]) if needs_x else None
@@ -153,9 +159,15 @@ class HeadsToRows(_Exchange):
     def forward(
         self, weight: torch.Tensor | None, bias: torch.Tensor | None, *heads: torch.Tensor
     ) -> tuple[torch.Tensor, Tensors]:
-        x, size, keep = heads[0], self.transport.size, any(self.needs[2:])
-        self.shape, attention, make = x.shape, self.attention, None
-        rows, batch, features = x.shape[0] // size, x.shape[1], math.prod(x.shape[2:])
+        x = heads[0]
+        size = self.transport.size
+        keep = any(self.needs[2:])
+        self.shape = x.shape
+        attention = self.attention
+        make = None
+        rows = x.shape[0] // size
+        batch = x.shape[1]
+        features = math.prod(x.shape[2:])
         blocks: torch.Tensor | None = None
         received: torch.Tensor | None = None
         use: Work
@@ -181,11 +193,17 @@ class HeadsToRows(_Exchange):
         return y.to(x.dtype), (received, *(saved if keep else ()))
 
     def backward(self, grad: torch.Tensor) -> Tensors:
-        (received, *saved), size, weight = self.saved(), self.transport.size, self.weight
+        received, *saved = self.saved()
+        size = self.transport.size
+        weight = self.weight
         _, needs_bias, *needs_heads = self.needs
         total_rows, batch, features = *self.shape[:2], math.prod(self.shape[2:])
-        columns, wgrad = batch * features, self.weight_gradient()
-        attention, grad_x, make, blocks = self.attention if saved else None, None, None, None
+        columns = batch * features
+        wgrad = self.weight_gradient()
+        attention = self.attention if saved else None
+        grad_x = None
+        make = None
+        blocks = None
         if weight is None:
             by_heads = grad.unflatten(2, (size, -1)).permute(2, 0, 1, 3)
             blocks = by_heads.flatten(2).flatten(0, 1).contiguous()

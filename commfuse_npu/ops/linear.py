@@ -65,11 +65,7 @@ from commfuse_npu.runtime.eager_only import eager_only
 from commfuse_npu.runtime.executor import Running
 from commfuse_npu.runtime.transport import Transport
 
-__all__ = [
-    "all_gather_linear",
-    "linear_all_reduce",
-    "linear_reduce_scatter",
-]
+__all__ = ["all_gather_linear", "linear_all_reduce", "linear_reduce_scatter"]
 
 
 # ------------------------------------------------------------------- all-gather
@@ -133,25 +129,27 @@ class _AllGatherLinear(Call):
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Tensors]:
-        x, needs_weight, outputs = x.contiguous(), self.needs[1], weight.shape[0]
-        y = x.new_empty((x.shape[0] * self.transport.size, *x.shape[1:-1], outputs))
+        x = x.contiguous()
+        outputs = weight.shape[0]
         shard = x.flatten(0, -2)
+        y = x.new_empty((x.shape[0] * self.transport.size, *x.shape[1:-1], outputs))
         running = self.begin(gather_gemm, *shard.shape, outputs, 0, like=x)
         running.run(shard=shard, weight=weight.t(), out=y.flatten(0, -2))
         if bias is not None:
             y.add_(bias)
         on_lanes = self.backward_schedule is not None and isinstance(self.transport, Transport)
-        if needs_weight and on_lanes:
+        if self.needs[1] and on_lanes:
             pairs = _pairs.setdefault(self.transport, _Pairs())
             pairs.drain()
             pairs.last = weakref.ref(self)
-        return y, (x if needs_weight else None,)
+        return y, (x if self.needs[1] else None,)
 
     def _begin_backward(self, like: torch.Tensor, rows: int) -> AnyRun:
-        (outputs, inputs), (needs_x, needs_weight, _) = self.weight.shape, self.needs
-        arguments = rows, inputs, outputs, needs_x, needs_weight
+        outputs, inputs = self.weight.shape
+        needs_x, needs_weight, _ = self.needs
+        shape = rows, inputs, outputs, needs_x, needs_weight
         sums = self.options.reduce_dtype
-        return self.begin(column_backward, *arguments, like=like, backward=True, sum_dtype=sums)
+        return self.begin(column_backward, *shape, like=like, backward=True, sum_dtype=sums)
 
     def prepare_early(self) -> bool:
         """Whether to gather the input early: the backward follows in the one that is running.
@@ -286,7 +284,9 @@ class _LinearReduceScatter(Call):
     before its weight gradient."""
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-        x, (outputs, inputs), sums = x.contiguous(), weight.shape, self.options.reduce_dtype
+        x = x.contiguous()
+        outputs, inputs = weight.shape
+        sums = self.options.reduce_dtype
         y = x.new_empty((x.shape[0] // self.transport.size, *x.shape[1:-1], outputs))
         out = y.flatten(0, -2)
         running = self.begin(gemm_scatter, out.shape[0], inputs, outputs, like=x, sum_dtype=sums)
@@ -299,8 +299,9 @@ class _LinearReduceScatter(Call):
         return y, (x if self.needs[1] else None,)
 
     def backward(self, grad: torch.Tensor) -> Tensors:
-        (x,), weight = self.saved(), self.weight
-        inputs, shard = weight.shape[1], grad.flatten(0, -2)
+        (x,) = self.saved()
+        inputs = self.weight.shape[1]
+        shard = grad.flatten(0, -2)
         grad_x = out = None
         if self.needs[0]:
             shape = grad.shape[0] * self.transport.size, *grad.shape[1:-1], inputs
@@ -316,7 +317,7 @@ class _LinearReduceScatter(Call):
         if column is not None and isinstance(running, Running):
             running.before = {"wgrad": column.gather_early}
         other = None if x is None else x.flatten(0, -2)
-        running.run({"wgrad": wgrad.add}, shard=shard, weight=weight, out=out, other=other)
+        running.run({"wgrad": wgrad.add}, shard=shard, weight=self.weight, out=out, other=other)
         if wgrad.needed and not inputs:  # the program has no product without columns
             wgrad.add(shard, shard.new_empty(shard.shape[0], 0))
         return grad_x, wgrad.result()
@@ -391,7 +392,8 @@ class _LinearAllReduce(Call):
         return y, (x if self.needs[1] else None,)
 
     def backward(self, grad: torch.Tensor) -> Tensors:
-        (x,), wgrad = self.saved(), self.weight_gradient()
+        (x,) = self.saved()
+        wgrad = self.weight_gradient()
         grad_x = grad.matmul(self.weight) if self.needs[0] else None
         if wgrad.needed:
             wgrad.add(grad, x)

@@ -27,7 +27,8 @@ def choose_schedules(
         rows: of the output.
     """
     transport: Any = call.transport
-    options, kind = replace(call.options, tuning=None), type(call)
+    options = replace(call.options, tuning=None)
+    kind = type(call)
     quiet = replace(options, main_grad=False)
 
     @torch.no_grad()
@@ -35,7 +36,8 @@ def choose_schedules(
         trial: Any = kind(f"tuning {call.name}", transport, quiet, x, rows=x.shape[0])
         trial.schedule = trial.backward_schedule = schedule
         needed = half == "backward"
-        trial.needs, trial.weight = (needed, needed, False), weight
+        trial.needs = (needed, needed, False)
+        trial.weight = weight
         trial.saved = lambda: (x.contiguous(),)  # as the forward saves it
         if half == "forward":
             return trial.forward(x, weight)
@@ -51,4 +53,5 @@ def choose_schedules(
         given = transport, problem, min(x.shape[0], rows), options.schedule, call.options.tuning
         chosen.append(tuned(*given, partial(run, half)))
     call.options = options
-    call.schedule, call.backward_schedule = chosen[0], chosen[-1]
+    call.schedule = chosen[0]
+    call.backward_schedule = chosen[-1]

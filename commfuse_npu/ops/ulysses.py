@@ -229,7 +229,9 @@ def attention_all_to_all(
         heads, weight, bias = check_and_cast(
             name, q.flatten(2), weight, bias, transport, options, of_all_heads=True
         )
-        q, k, v = heads.view(q.shape), k.to(heads.dtype), v.to(heads.dtype)
+        q = heads.view(q.shape)
+        k = k.to(heads.dtype)
+        v = v.to(heads.dtype)
     elif bias is not None:
         raise ValueError(
             f"{name}: a bias of shape {tuple(bias.shape)} without a weight; pass the weight of the "

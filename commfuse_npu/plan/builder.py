@@ -57,7 +57,8 @@ class Builder:
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
-        self.rank, self.size = spec.rank, spec.size
+        self.rank = spec.rank
+        self.size = spec.size
         self.as_collective = spec.as_collective
         self._code: list[Instruction] = []
         self._scratch: dict[str, Scratch] = {}
@@ -225,7 +226,8 @@ class Builder:
         events: dict[int, int] = {}
         for instruction in (*code, _SETTLE):
             reads, writes = accesses(instruction)
-            on_side, at_end = uses_side_stream(instruction), instruction is _SETTLE
+            on_side = uses_side_stream(instruction)
+            at_end = instruction is _SETTLE
             stream, other = (side, first) if on_side else (first, side)
             received, sent = links.conflicts(reads, writes, at_end)
             if received or sent:
@@ -326,7 +328,8 @@ class _Touched:
                 continue
             for buffer, entries in list(slot.items()):
                 # All spans of another buffer in the slot overlap: it is the same memory.
-                low, high = 0, len(entries)
+                low = 0
+                high = len(entries)
                 if buffer == span.buffer:
                     low = bisect_left(entries, (span.start - self._widest,))
                     high = bisect_left(entries, (span.end,))

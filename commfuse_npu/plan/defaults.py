@@ -26,7 +26,8 @@ POST_SECONDS = 128e-6
 """Host seconds to post a point-to-point batch, if not measured (``configs/hardware``)."""
 
 _HIDDEN = 4096
-_NUMBERS, _OF_A_FEW = 2**16 * 1e6, 80_000 * 1e6
+_NUMBERS = 2**16 * 1e6
+_OF_A_FEW = 80_000 * 1e6
 """Elements of a block per second of a post, so that the work on them takes as long as the post."""
 
 

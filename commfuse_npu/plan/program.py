@@ -124,7 +124,8 @@ class Program:
             for span in spans:
                 if span.columns is None and span.times == 1 and span.rows:
                     shortest[span.start] = min(span, shortest.get(span.start, span))
-            row, parts = 0, list[Span]()
+            row = 0
+            parts = list[Span]()
             while row in shortest:
                 parts.append(shortest[row])
                 row = parts[-1].stop
@@ -188,7 +189,8 @@ class Program:
         longest: Counter[tuple[Region, str]] = Counter()
         for buffer, key in slots.items():
             longest[key] = max(longest[key], buffer.rows * buffer.columns)
-        offsets, ends = {}, Counter[Region]()
+        offsets = {}
+        ends = Counter[Region]()
         for (region, slot), elements in longest.items():
             offsets[region, slot] = ends[region]
             ends[region] += aligned(elements)

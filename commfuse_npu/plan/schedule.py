@@ -203,7 +203,8 @@ class RankSpec(NamedTuple):
 @lru_cache(maxsize=128)
 def _hops(schedule: Schedule, rank: int, size: int, own: Own) -> tuple[Hop, ...]:
     node_size = schedule.node_size or size
-    nodes, (node, place) = size // node_size, divmod(rank, node_size)
+    nodes = size // node_size
+    node, place = divmod(rank, node_size)
 
     def peer(m: int, k: int) -> int:
         """The rank ``m`` nodes away, and ``k`` ranks inside the node."""

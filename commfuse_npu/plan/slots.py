@@ -1,7 +1,7 @@
 """Pairs forwards and backwards that run side by side, on each stage of a pipeline.
 
 Time is divided into slots.  In a slot a stage runs at most one forward and one backward, side by
-side, and then exchanges activations and gradients with its neighbours.  With ``p`` stages, ``v``
+side, and then exchanges activations and gradients with its neighbors.  With ``p`` stages, ``v``
 model chunks per stage and ``m`` micro-batches, stage ``s`` runs in slot ``t``::
 
     forward   number t - s                      of m * v
@@ -10,7 +10,7 @@ model chunks per stage and ``m`` micro-batches, stage ``s`` runs in slot ``t``::
 numbered in the order of Megatron's interleaved 1F1B schedule (``get_schedule_table`` of core
 0.12): ``p`` micro-batches through the first chunk, the same ``p`` through the next one, ...;
 backwards with the chunks reversed.  The input of a stage in slot ``t`` is the output of its
-neighbour in slot ``t - 1``, and the last stage runs its first backward one slot after its forward.
+neighbor in slot ``t - 1``, and the last stage runs its first backward one slot after its forward.
 Without a pipeline, the forward of micro-batch i + 1 runs beside the backward of micro-batch i.
 """
 
@@ -67,7 +67,8 @@ def slots(stages: int, stage: int, chunks: int, microbatches: int) -> tuple[Slot
         for chunk in range(chunks)
         for offset in range(group)
     ]
-    total, lag = len(order), stages - 1 - stage + chunks * stages
+    total = len(order)
+    lag = stages - 1 - stage + chunks * stages
 
     def step(number: int) -> Step | None:
         return order[number] if 0 <= number < total else None

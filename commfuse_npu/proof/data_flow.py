@@ -96,7 +96,8 @@ class Contents:
         if not entries or entries[0][0] != "row":
             return None
         _, rank, buffer, start, columns = entries[0]
-        stop, (first, last) = start + len(entries), columns
+        stop = start + len(entries)
+        first, last = columns
         if entries != [("row", rank, buffer, row, columns) for row in range(start, stop)]:
             return None
         return f"{buffer}[{start}:{stop}, {first}:{last}] of rank {rank}"
@@ -145,7 +146,10 @@ class Execution:
         contents: Contents,
         mail: dict[tuple[int, int], list[int]],
     ) -> None:
-        self._program, self._memory, self._contents, self._mail = program, memory, contents, mail
+        self._program = program
+        self._memory = memory
+        self._contents = contents
+        self._mail = mail
         self._scratch = program.layout
         self._at = 0
         # Per buffer and columns, row by row.
@@ -168,7 +172,8 @@ class Execution:
 
     def go_on(self) -> bool:
         """Execute until a wait blocks; whether any instruction was executed."""
-        code, began = self._program.code, self._at
+        code = self._program.code
+        began = self._at
         while self._at < len(code) and not self.faults:
             instruction = code[self._at]
             if isinstance(instruction, Wait):
@@ -209,10 +214,13 @@ class Execution:
 
     def _compute(self, instruction: Compute) -> None:
         work, outs, ins, run = instruction
-        contents, rank, width = self._contents, self._program.rank, self._memory.width
+        contents = self._contents
+        rank = self._program.rank
+        width = self._memory.width
         inputs = [self._read(span) for span in ins]
         if work == "gemm":
-            (result, *_), (a, b, *_) = outs, ins
+            result, *_ = outs
+            a, b, *_ = ins
             if (width(a), width(result)) != (b.rows, width(b)):
                 self._fault("the columns of its matrices do not fit")
         for number, out in enumerate(outs):
@@ -231,7 +239,9 @@ class Execution:
 
     def _add(self, instruction: Add) -> None:
         out, terms, _ = instruction
-        rows, width, parts = out.rows, self._memory.width(out), []
+        rows = out.rows
+        width = self._memory.width(out)
+        parts = []
         for span, count in terms:
             if (span.rows, self._memory.width(span)) != (count * rows, width):
                 self._fault(f"{span.buffer} is not {count} parts of the shape of the sum")
@@ -253,7 +263,8 @@ class Execution:
 
     def _plane(self, span: Span) -> list[int]:
         """The contents of a buffer's rows in the columns of a span, to be changed in place."""
-        planes, columns = self._rows[span.buffer], self._memory.columns(span)
+        planes = self._rows[span.buffer]
+        columns = self._memory.columns(span)
         if columns not in planes:
             plane = self._at_first(span.buffer, columns)
             for other, rows in planes.items():
@@ -274,7 +285,8 @@ class Execution:
 
     def _write(self, span: Span, found: Sequence[int]) -> None:
         """Set the contents of a span; invalidates rows of overlapping columns and scratch."""
-        plane, at = self._plane(span), 0
+        plane = self._plane(span)
+        at = 0
         columns = self._memory.columns(span)
         for start, stop in span.runs():
             plane[start:stop] = found[at : at + stop - start]

@@ -84,7 +84,8 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
     touches: defaultdict[str, list[_Touch]] = defaultdict(list)  # by slot
     transfers: dict[tuple[str, int], _Touch] = {}
     checked: set[Span] = set()
-    ahead_end, last_on_side = 0, _At(-1, True)
+    ahead_end = 0
+    last_on_side = _At(-1, True)
     for at, instruction in enumerate(program.code):
         here = _At(at, uses_side_stream(instruction))
         clock = [*clocks[here.on_side_stream]]

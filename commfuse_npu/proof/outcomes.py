@@ -87,7 +87,9 @@ class Outcome:
         return self._result(out, blocks._replace(at=at))
 
     def reduce_scatter(self, whole: _Matrix, *, out: str, finish: bool = False) -> None:
-        size, rows, contents = self.spec.size, whole.rows // self.spec.size, self._contents
+        size = self.spec.size
+        rows = whole.rows // self.spec.size
+        contents = self._contents
 
         def at(rank: int, i: int, columns: Columns) -> int:
             block = range(rank * rows, (rank + 1) * rows)
@@ -177,7 +179,8 @@ def outcome_faults(
     program: Program, outcome: Outcome, actual: Execution, contents: Contents
 ) -> Iterator[str]:
     """The differences between the final contents and calls of a rank and the expected ones."""
-    where, written = f"rank {program.rank}", actual.written()
+    where = f"rank {program.rank}"
+    written = actual.written()
     for buffer in sorted(written.keys() | outcome.results.keys()):
         rows, width = outcome.shapes[buffer]
         if not rows or not width:
@@ -230,8 +233,10 @@ def _call(run: slice | None, inputs: list[list[int]], contents: Contents) -> str
 
 
 def _difference(actual: int, expected: int, contents: Contents) -> str:
-    have, need = contents.parts(actual), contents.parts(expected)
-    counts, needed = Counter(have), Counter(need)
+    have = contents.parts(actual)
+    need = contents.parts(expected)
+    counts = Counter(have)
+    needed = Counter(need)
     if len(need) == 1 or (len(have) == 1 and have[0] not in need):
         return f"is {contents.words(actual)}, it has to be {contents.words(expected)}"
     for part in needed - counts:

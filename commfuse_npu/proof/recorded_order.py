@@ -81,7 +81,9 @@ class _Running:
     def __init__(
         self, name: Name, program: Program | None = None, batched: Program | None = None
     ) -> None:
-        self.name, self.program, self.batched = name, program, batched
+        self.name = name
+        self.program = program
+        self.batched = batched
         code = enumerate(program.code if program else ())
         self.left = {at: step for at, step in code if isinstance(step, Post | Collective | Wait)}
         self.ends: dict[tuple[Rules, str, int], tuple[simulation.End, ...]] = {}
@@ -208,7 +210,8 @@ class RankLog:
         facts = {**facts, "name": str(facts["name"])}
         if verb == "issue":
             return _Begun(group, facts | {fact: str(facts[fact]) for fact in ("kind", "bytes")})
-        schedule, rule = Schedule(**facts["schedule"]), RULES[facts["rule"]]
+        schedule = Schedule(**facts["schedule"])
+        rule = RULES[facts["rule"]]
         spec = RankSpec(schedule, group.ranks.index(self.rank), len(group.ranks), batched)
         programs = (
             rule(spec._replace(batched=way), *facts["arguments"]) for way in (batched, True)
@@ -275,7 +278,8 @@ class RankLog:
         self.operations += 1
         if programs:
             return
-        own, piece = group.ranks.index(self.rank), "{kind} ({bytes} bytes)".format(**facts)
+        own = group.ranks.index(self.rank)
+        piece = "{kind} ({bytes} bytes)".format(**facts)
         peers = (peer for peer in range(len(group.ranks)) if peer != own)
         pairs = [pair for peer in peers for pair in ((own, peer), (peer, own))]
         ends = tuple(simulation.End(name, Transfer(0, 0, *pair, piece)) for pair in pairs)
@@ -298,7 +302,8 @@ class RankLog:
         assert program is not None
         expected = next(iter(running.left), len(program.code))
         if place != expected:
-            actual, wanted = _line(program, place), _line(program, expected)
+            actual = _line(program, place)
+            wanted = _line(program, expected)
             self._fault(running, f"is at {actual} where its program has {wanted}")
         instruction = running.left.pop(place, None)
         if instruction is None:

@@ -116,7 +116,8 @@ class Rendezvous:
     """
 
     def __init__(self, scripts: Sequence[Script], *, opened: set[_Link] | None = None) -> None:
-        self._scripts, self._opened = scripts, opened
+        self._scripts = scripts
+        self._opened = opened
         self._came: defaultdict[_Link, set[int]] = defaultdict(set)
         self._queues: defaultdict[_Queue, deque[list[End]]] = defaultdict(deque)
         # Where each rank posted an end, and the ends that are complete.
@@ -186,7 +187,8 @@ class Rendezvous:
 
     def _settle(self, queue: _Queue) -> Iterator[_Queue]:
         """Match the first batch of a lane with those of the peers; yields lanes with a new one."""
-        (rank, lane), batches = queue, self._queues[queue]
+        rank, lane = queue
+        batches = self._queues[queue]
         for end in [*batches[0]] if batches else ():
             peer = _peer(rank, lane, end)
             others = self._queues[peer]
@@ -217,12 +219,14 @@ class Rendezvous:
         waits: dict[_Place, str] = {}
         while place not in waits and (wait := self._wait_of(place)) is not None:
             waits[place], place = wait
-        texts, certain = list(waits.values()), True
+        texts = list(waits.values())
+        certain = True
         if place in waits:
             texts = texts[list(waits).index(place) :]
             end = f"and so round to rank {place[0]}"
         elif any(script.open_ended for script in self._scripts if script.rank == place[0]):
-            certain, end = False, f"and nothing more is known of rank {place[0]}"
+            certain = False
+            end = f"and nothing more is known of rank {place[0]}"
         else:
             end = f"and rank {place[0]} has nothing more to do"
         state = "warm" if self._opened is None else "cold"
@@ -230,7 +234,8 @@ class Rendezvous:
 
     def _wait_of(self, place: _Place) -> tuple[str, _Place] | None:
         """What the first batch of a lane, else the host, waits for, and at which place."""
-        (rank, lane), wanted = place, None
+        rank, lane = place
+        wanted = None
         if lane is None or not self._queues.get((rank, lane)):
             blocked = (s for s in self._scripts if s.rank == rank and s.at < len(s.actions))
             script = next(blocked, None)

@@ -75,7 +75,8 @@ def _ends(program: Program) -> Iterator[str]:
         if not isinstance(post, Post | Collective):
             continue
         for way, (transfer, _) in post.ends:
-            own, peer = transfer.source, transfer.target
+            own = transfer.source
+            peer = transfer.target
             if way == "receive":
                 own, peer = peer, own
             alone = own == peer and isinstance(post, Post)
@@ -125,7 +126,8 @@ def _pairing(programs: Sequence[Program], memories: Sequence[Memory]) -> Iterato
 
 def _order(program: Program) -> Iterator[str]:
     """Check that steps rise, and that a wait for a step follows the posts of all steps up to it."""
-    posted, awaited = {"send": -1, "receive": -1}, -1
+    posted = {"send": -1, "receive": -1}
+    awaited = -1
     for at, instruction in enumerate(program.code):
         if isinstance(instruction, Wait):
             awaited = max((awaited, *(step for _, step in instruction.ends)))
@@ -133,7 +135,8 @@ def _order(program: Program) -> Iterator[str]:
             for way, (transfer, _) in instruction.ends:
                 step = transfer.step
                 if step <= max(posted[way], awaited):
-                    last, before = posted[way], f"it has waited for step {awaited}"
+                    last = posted[way]
+                    before = f"it has waited for step {awaited}"
                     if step <= last:
                         before = f"that of step {last}; there is no common order"
                     what = f"the {way} of step {step}"

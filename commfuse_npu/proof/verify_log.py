@@ -70,7 +70,9 @@ def verify_logs(paths: Iterable[Path]) -> Verdict:
         OSError: a file cannot be read.
     """
     with _opened(paths) as logs:
-        verdict, links, judged = Verdict(len(logs)), set[_Link](), set[tuple[bytes, ...]]()
+        verdict = Verdict(len(logs))
+        links = set[_Link]()
+        judged = set[tuple[bytes, ...]]()
         for _ in _read_to_cuts(logs):
             whole = all(log.ended for log in logs) or not any(log.over for log in logs)
             part = tuple(log.lines.digest() for log in logs)

@@ -332,7 +332,8 @@ class Agreement:
 
 def _mismatch(rank: int, here: Signature, peer: int, there: Signature) -> str:
     """Describe the difference between two operations."""
-    own, other = dict(here), dict(there)
+    own = dict(here)
+    other = dict(there)
     differing = "; ".join(
         f"{fact}: {own.get(fact)} here, {other.get(fact)} there"
         for fact in own | other

@@ -132,7 +132,8 @@ class CollectiveRun:
         self.name = name
         self.program = program
         self.spec = program.spec
-        self._transport, self._group = transport, transport.group
+        self._transport = transport
+        self._group = transport.group
         self._like = like
         self._sum_dtype = sum_dtype
         self._kernels = kernels_for(like.device)

@@ -56,7 +56,8 @@ def begin_all_to_all(
     """:func:`all_to_all_rows`, asynchronous; ``own=False``: without this rank's own block."""
     splits = None
     if not own:
-        rows, rank = blocks.shape[0] // (group.size() - 1), group.rank()
+        rows = blocks.shape[0] // (group.size() - 1)
+        rank = group.rank()
         splits = [0 if peer == rank else rows for peer in range(group.size())]
     return out, _all_to_all(out, blocks, splits, splits, group=group, async_op=True)
 
@@ -74,7 +75,7 @@ def reduce_scatter_rows(full: torch.Tensor, group: dist.ProcessGroup) -> torch.T
     On gloo rank r adds ``x[r-1], x[r-2], ..., x[r+1], x[r]`` and rounds at every addition.  gloo
     cuts the tensor into segments of equal length, at least two per rank and at most 1 MiB each, and
     the order depends on the segment.  If a block is not a whole number of segments, a few elements
-    at its boundary are added in the order of a neighbouring block.  Blocks with an even number of
+    at its boundary are added in the order of a neighboring block.  Blocks with an even number of
     elements are whole up to 2 MiB (measured on CPU with 3 and 4 ranks).
     """
     out = full.new_empty((full.shape[0] // group.size(), *full.shape[1:]))

@@ -32,7 +32,8 @@ class SideStream:
     """
 
     def __init__(self, module: Any, device: torch.device) -> None:
-        self._module, self._device = module, device
+        self._module = module
+        self._device = device
         self._stream = module.Stream(device=device)
 
     def do(self, work: Callable[..., None], *args: object) -> None:

@@ -90,9 +90,13 @@ class Running:
         log: Entry | None,
         sum_dtype: torch.dtype | None,
     ) -> None:
-        self.name, self.program = name, program
-        self._transport, self._tag, self._log = transport, tag, log
-        self._dtype, self._device = dtype, device
+        self.name = name
+        self.program = program
+        self._transport = transport
+        self._tag = tag
+        self._log = log
+        self._dtype = dtype
+        self._device = device
         self._sum_dtype = None if sum_dtype == dtype else sum_dtype
         self._at = 0
         self._views: dict[Span, torch.Tensor] = {}
@@ -131,7 +135,8 @@ class Running:
             ValueError: a tensor has the wrong shape, dtype, device or strides.
             TransportError: a transfer failed, here or before; or another thread uses the transport.
         """
-        transport, program = self._transport, self.program
+        transport = self._transport
+        program = self.program
         transport.resume(self)
         works = {"gemm": transport.kernels.gemm_into, **(works or {})}
         try:
@@ -170,9 +175,15 @@ class Running:
 
     def _go_on(self, works: Mapping[str, Work | None], end: int) -> None:
         """Execute the instructions up to the index ``end``."""
-        program, views, posted = self.program, self._views, self._posted
-        lanes, tag, view = self._transport.lane_groups, self._tag, views.__getitem__
-        log, second, before = self._log, self._second, self.before
+        program = self.program
+        views = self._views
+        posted = self._posted
+        lanes = self._transport.lane_groups
+        tag = self._tag
+        view = views.__getitem__
+        log = self._log
+        second = self._second
+        before = self.before
         code: Sequence[Any] = program.code
         at = self._at
         try:
@@ -224,8 +235,10 @@ class Running:
             self._at = at
 
     def _batch(self, send: End, receive: End) -> Sequence[Any]:
-        ranks, group = self._transport.ranks, self._transport.lane_groups[send.transfer.lane]
-        out, into = self._views[send.span], self._views[receive.span]
+        ranks = self._transport.ranks
+        group = self._transport.lane_groups[send.transfer.lane]
+        out = self._views[send.span]
+        into = self._views[receive.span]
         return dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, out, ranks[send.transfer.target], group),
@@ -235,7 +248,8 @@ class Running:
 
     def _collective(self, instruction: Collective) -> Sequence[Any]:
         group = self._transport.lane_groups[instruction.sends[0].lane]
-        source, out = self._views[instruction.source], self._views[instruction.out]
+        source = self._views[instruction.source]
+        out = self._views[instruction.out]
         if instruction.kind == "all_gather":
             return [begin_all_gather(source, group, out)[1]]
         own = len(instruction.sends) == self.program.size
@@ -253,12 +267,15 @@ class Running:
         (``ensure_contiguous_wrapper``).  So only the 2-D tensor is reshaped.
         """
         copy: Any = self.program.code[at]
-        into, data = self._views[copy.out], self._views[copy.source]
+        into = self._views[copy.out]
+        data = self._views[copy.source]
         into.copy_(data.view(into.shape))
 
     def _wait(self, at: int) -> None:
         """Wait for posts; on a device with two streams, each stream waits by itself."""
-        transport, posted, ends = self._transport, self._posted, self.program.awaited[at]
+        transport = self._transport
+        posted = self._posted
+        ends = self.program.awaited[at]
         timeout = None if transport.batched else transport.timeout
         start = time.perf_counter()
         try:
@@ -281,8 +298,10 @@ class Running:
 
     def _bind(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Check tensors of the operation and create the views of the program's spans."""
-        program, views = self.program, self._views
-        messages, partitions = program.messages, program.partitions
+        program = self.program
+        views = self._views
+        messages = program.messages
+        partitions = program.partitions
         for buffer, tensor in tensors.items():
             if tensor is None:
                 continue
@@ -315,7 +334,8 @@ class Running:
 
     def _take_scratch(self, *, late: bool) -> None:
         """Take arenas from the pool for the scratch memory of the start, or of ``late`` parts."""
-        program, pool = self.program, self._transport.scratch
+        program = self.program
+        pool = self._transport.scratch
         for region, elements in program.regions.items():
             if region.late == late:
                 dtype = self._sum_dtype if region.wide and self._sum_dtype else self._dtype
@@ -328,7 +348,10 @@ class Running:
         self.done = True
         for arena in self._arenas:
             self._transport.scratch.give_back(arena)
-        self._arenas, self._views, self._events, self._posted = [], {}, {}, {}
+        self._arenas = []
+        self._views = {}
+        self._events = {}
+        self._posted = {}
         if self._log is not None:
             self._log("finish")
         self._transport.finished(self)

@@ -85,7 +85,8 @@ def gather_objects(
     Raises:
         MissingRankError: a rank did not call it in time, or its connection is closed.
     """
-    rank, size = group.rank(), group.size()
+    rank = group.rank()
+    size = group.size()
     if device_backend(group)[1] != "gloo":
         everyone: list[Any] = [None] * size
         dist.all_gather_object(everyone, value, group=group)

@@ -6,7 +6,8 @@ from typing import Any
 
 __all__ = ["buffers_of", "lane_megabytes"]
 
-_LEAST_MEGABYTES, _MOST_MEGABYTES = 16, 200
+_LEAST_MEGABYTES = 16
+_MOST_MEGABYTES = 200
 
 
 def lane_megabytes(message: float) -> int:

@@ -131,7 +131,8 @@ def make_lanes(
     Raises:
         TransportError: a group could not be created.
     """
-    backend, created = dist.get_backend(group), {}
+    backend = dist.get_backend(group)
+    created = {}
     for ranks in groups:
         channels: list[Any] = []
         count = Schedule(lanes=lanes).lanes_for(len(ranks))

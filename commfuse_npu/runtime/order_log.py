@@ -81,7 +81,8 @@ class OrderLog:
     def transport(self, ranks: Sequence[int], batched: bool) -> int:
         """Record a transport and return its number.  All ranks call it in the same order."""
         with self._lock:
-            number, self._transports = self._transports, self._transports + 1
+            number = self._transports
+            self._transports = self._transports + 1
             self._line(["transport", number, list(ranks), batched])
         return number
 

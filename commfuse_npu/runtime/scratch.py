@@ -57,7 +57,8 @@ class Arena:
         # Not an inference tensor: operations outside inference mode use the arena, too.
         with torch.inference_mode(False):
             self.memory = torch.empty(elements, dtype=dtype, device=device)
-        self.elements, self.nbytes = elements, self.memory.nbytes
+        self.elements = elements
+        self.nbytes = self.memory.nbytes
         self.known: OrderedDict[tuple[Program, Region], _Views] = OrderedDict()
 
     def views(self, program: Program, region: Region) -> _Views:
@@ -101,7 +102,8 @@ class ScratchPool:
         shortest = 2 * elements  # a longer arena is left for a larger request
         for arena in reversed(self._idle.values()):
             if elements <= arena.elements <= shortest and arena.key == key:
-                best, shortest = arena, arena.elements - 1
+                best = arena
+                shortest = arena.elements - 1
         if best is not None:
             del self._idle[id(best)]
             self.idle_bytes -= best.nbytes

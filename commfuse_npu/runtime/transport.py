@@ -132,7 +132,7 @@ class Transport(Agreement):
         world = dist.group.WORLD
         if world is None:
             raise RuntimeError(
-                "torch.distributed is not initialised; call init_process_group before "
+                "torch.distributed is not initialized; call init_process_group before "
                 "Transport.create"
             )
         group = group if group is not None else world
@@ -219,7 +219,8 @@ class Transport(Agreement):
             raise self.error()
         if self._active:
             self.expect_one_thread(name)
-        dtype, device = like.dtype, like.device
+        dtype = like.dtype
+        device = like.device
         if device.type != self.device_type:
             raise ValueError(
                 f"{name}: the tensor is on {device}, this group transfers "
@@ -346,11 +347,11 @@ class Transport(Agreement):
             TransportError: a rank did not call it in time, or the transport is broken.
         """
         self.expect_unbroken()
-        self.synchronise()
+        self.synchronize()
         if self.size > 1:
             self._compare(name, (("operation", name),))
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Block the host until the device's current stream is idle; nothing on a CPU."""
         if self.device_type != "cpu":
             torch.get_device_module(self.device_type).current_stream().synchronize()

@@ -252,7 +252,8 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     words: list[str] = []
     lines: dict[str, tuple[str, ...]] = {"pretrain_options": ()}
     for name, value in content.items():
-        kind, option = _KINDS.get(name), _option(str(name))
+        kind = _KINDS.get(name)
+        option = _option(str(name))
         refused = f"{path}: {name}: {value!r:.40} is not"
         if kind == _WORDS:
             lines[name] = tuple(str(value or "").split())
@@ -290,7 +291,8 @@ def problems(config: ModelConfig) -> Iterator[str]:
             f"sequence length {config.seq_length} exceeds --max-position-embeddings "
             f"{config.max_position_embeddings}; raise the latter to {config.seq_length}"
         )
-    layers, pp = config.num_layer_list, config.pipeline_model_parallel_size
+    layers = config.num_layer_list
+    pp = config.pipeline_model_parallel_size
     if layers and (pp == 1 or len(layers) != pp or sum(layers) != config.num_layers):
         yield (
             f"NUM_LAYER_LIST {','.join(map(str, layers))} does not fit PP {pp} and "
@@ -301,9 +303,12 @@ def problems(config: ModelConfig) -> Iterator[str]:
 
 def _divisions(config: ModelConfig) -> Iterator[tuple[str, int, str, int, str]]:
     """Arguments of :func:`indivisible`."""
-    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
-    pp, algorithm = config.pipeline_model_parallel_size, config.context_parallel_algo
-    heads, groups = config.num_attention_heads, config.num_query_groups
+    tp = config.tensor_model_parallel_size
+    cp = config.context_parallel_size
+    pp = config.pipeline_model_parallel_size
+    algorithm = config.context_parallel_algo
+    heads = config.num_attention_heads
+    groups = config.num_query_groups
     ffn = config.ffn_hidden_size
     yield "hidden size", config.hidden_size, "heads", heads, "--hidden-size"
     yield "number of heads", heads, "query groups", groups, "--num-attention-heads"
@@ -316,20 +321,25 @@ def _divisions(config: ModelConfig) -> Iterator[tuple[str, int, str, int, str]]:
     if config.num_layer_list is None:
         layers = "without NUM_LAYER_LIST the number of layers"
         yield layers, config.num_layers, "PP", pp, "PP"
-    product, change = f"TP*PP*CP = {tp}*{pp}*{cp} =", "another layout, or NNODES * NPUS_PER_NODE"
+    product = f"TP*PP*CP = {tp}*{pp}*{cp} ="
+    change = "another layout, or NNODES * NPUS_PER_NODE"
     yield "number of NPUs", config.world_size, product, config.model_parallel_size, change
-    parts, by = cp, "CP"
+    parts = cp
+    by = "CP"
     # If the heads do not fit TP, no sequence length would help.
     if config.uses_sequence_parallel and heads_fit:
-        parts, by = tp * cp, f"TP*CP = {tp}*{cp} ="
+        parts = tp * cp
+        by = f"TP*CP = {tp}*{cp} ="
     if cp > 1 and algorithm == "megatron_cp_algo" and config.seq_length % parts == 0:
         # Each rank gets a part from both ends of the causal triangle.
-        parts, by = 2 * cp, f"2*CP = 2*{cp} ="
+        parts = 2 * cp
+        by = f"2*CP = 2*{cp} ="
     yield "sequence length", config.seq_length, by, parts, "--seq-length"
     if cp > 1 and algorithm == "ulysses_cp_algo" and heads_fit:
         yield "for Ulysses the number of attention heads per TP rank", heads // tp, "CP", cp, "CP"
     if config.world_size % config.model_parallel_size == 0:
-        micro, replicas = config.micro_batch_size, config.data_parallel_size
+        micro = config.micro_batch_size
+        replicas = config.data_parallel_size
         by = f"micro-batch size times data-parallel size = {micro}*{replicas} ="
         batch = config.global_batch_size
         yield "global batch size", batch, by, micro * replicas, "--global-batch-size"

@@ -61,7 +61,9 @@ class Ranks(AbstractContextManager["Ranks"]):
         option: str = "--timeout",
         worker: str = "commfuse_npu.tools.measure.worker:Worker",
     ) -> None:
-        self.size, self.timeout, self._option = size, timeout, option
+        self.size = size
+        self.timeout = timeout
+        self._option = option
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.mkdtemp(prefix="commfuse-ranks-")
@@ -136,7 +138,8 @@ class Ranks(AbstractContextManager["Ranks"]):
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes = []
+        self._pipes = []
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -54,8 +54,10 @@ class _Rendered:
     """A text stream that renders Markdown to a terminal."""
 
     def __init__(self, terminal: TextIO) -> None:
-        self.terminal, self.width = terminal, shutil.get_terminal_size().columns
-        self._line, self._table = "", list[str]()
+        self.terminal = terminal
+        self.width = shutil.get_terminal_size().columns
+        self._line = ""
+        self._table = list[str]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.terminal, name)
@@ -81,7 +83,8 @@ class _Rendered:
         self.terminal.write(f"{text}\n")
 
     def _end_table(self) -> None:
-        lines, self._table = self._table, []
+        lines = self._table
+        self._table = []
         cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
         if len(lines) > 1 and _RULE.fullmatch(lines[1]) and len(set(map(len, cells))) == 1:
             columns = zip(cells[0], *cells[2:], strict=True)

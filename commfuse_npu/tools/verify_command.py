@@ -36,7 +36,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def _verify(most: int) -> int:
-    start, sets, programs = time.perf_counter(), 0, 0
+    start = time.perf_counter()
+    sets = 0
+    programs = 0
     for size in range(2, most + 1):
         for case in cases(size):
             tell(f"{size} ranks, up to {most}: {sets:,} sets of programs are proved")
@@ -64,11 +66,14 @@ def _verify_log(paths: Sequence[Path]) -> int:
         result = verify_logs(paths)
     except OSError as error:
         raise LogError(f"cannot read {error.filename}: {error.strerror}") from error
-    verdict, code = "proved", 0
+    verdict = "proved"
+    code = 0
     if result.faults:
-        verdict, code = "refuted", 1
+        verdict = "refuted"
+        code = 1
     elif result.notes:
-        verdict, code = "no fault as far as it is known, which is no proof", 2
+        verdict = "no fault as far as it is known, which is no proof"
+        code = 2
     summary = (
         f"{verdict}: {result.ranks} ranks, {result.operations} operations, {result.messages} "
         f"posts, {time.perf_counter() - start:.0f} s\n"

@@ -199,7 +199,8 @@ def _layout(launch: Launch, arguments: argparse.Namespace) -> Layout:
 def report(options: Options, runs: Mapping[str, Sequence[Record]]) -> int:
     """Print the report and the verdict on both runs; returns the exit code."""
     print(*report_lines(runs), sep="\n")
-    reference, fused = runs["reference"], runs["commfuse"]
+    reference = runs["reference"]
+    fused = runs["commfuse"]
     problems = degeneracies(fused)
     if not any(r.fused for r in fused) and not all(r.overlapped for r in fused):
         problems.append("nothing was fused")

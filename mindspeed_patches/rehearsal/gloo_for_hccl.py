@@ -46,7 +46,8 @@ _ARGUMENTS: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
 
 
 def _with_other_arguments(name: str) -> Callable[..., Any]:
-    function, changes = getattr(dist, name), _ARGUMENTS[name]
+    function = getattr(dist, name)
+    changes = _ARGUMENTS[name]
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -74,7 +75,8 @@ def _gather_uneven(function: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if len({part.shape for part in tensor_list}) == 1:
             return function(tensor_list, tensor, group, async_op)
-        rows, gathered = [len(part) for part in tensor_list], torch.cat(tensor_list)
+        rows = [len(part) for part in tensor_list]
+        gathered = torch.cat(tensor_list)
         sent = torch.cat([tensor] * len(rows))
         dist.all_to_all_single(gathered, sent, rows, [len(tensor)] * len(rows), group=group)
         for part, arrived in zip(tensor_list, gathered.split(rows), strict=True):

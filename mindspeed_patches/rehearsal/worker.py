@@ -128,7 +128,8 @@ class Observer(TrainedState):
         self.record.after = weight_hashes(self.chunks)
         self.record.after["optimizer state"] = optimizer_hash(self.optimizer)
         self.record.collectives = dict(self._collectives.counts)
-        fusing, overlapping = FEATURE.wrappers, FEATURE.overlapping
+        fusing = FEATURE.wrappers
+        overlapping = FEATURE.overlapping
         if fusing is not None:
             self.record.calls = [(*key, count) for key, count in fusing.calls.items()]
         if overlapping is not None and overlapping.overlap is not None:

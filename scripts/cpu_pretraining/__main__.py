@@ -73,7 +73,8 @@ def _train(args: argparse.Namespace, corpus: Corpus) -> int:
     outcomes: dict[str, list[compare.Outcome]] = {}
     # Megatron's advice for GPUs, and its use of names that newer versions of torch rename.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
-    minutes, worker = args.distributed_timeout_minutes, f"{compare.__package__}.training:Worker"
+    minutes = args.distributed_timeout_minutes
+    worker = f"{compare.__package__}.training:Worker"
     limit = {"timeout": 60 * minutes, "option": "--distributed-timeout-minutes"}
     with Ranks(args.world_size, device="cpu", **limit, worker=worker) as ranks:
         paced = [] if args.link_rate is None else ranks.ask("pace", args.link_rate)

@@ -96,13 +96,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         SystemExit: an option is unknown or out of range; the error has been printed.
     """
     args = _parser().parse_args(argv)
-    tp, dp = args.tensor_model_parallel_size, args.data_parallel_size
+    tp = args.tensor_model_parallel_size
+    dp = args.data_parallel_size
     args.world_size = tp * args.context_parallel_size * dp
     args.sequence_parallel = tp > 1  # Megatron refuses it if there is nothing to split
     args.context_parallel_algo = "ulysses_cp_algo"
     args.min_lr = args.lr / 10
     if args.recompute:
-        args.recompute_granularity, args.recompute_method = "full", "uniform"
+        args.recompute_granularity = "full"
+        args.recompute_method = "uniform"
         args.recompute_num_layers = 1
     try:
         check_options(args, complete=True)

@@ -135,7 +135,8 @@ def draw_timelines(
             return f"{path} was not drawn: no iteration after the first {WARM_UP_ITERATIONS}"
         seconds = min(outcomes[0].counted)
         fastest = outcomes[0].times.index(seconds, WARM_UP_ITERATIONS)
-        bits, end = list[Bit](), 1e3 * seconds
+        bits = list[Bit]()
+        end = 1e3 * seconds
         lanes = tuple(f"rank {rank}" for rank in range(len(outcomes)))
         for lane, outcome in zip(lanes, outcomes, strict=True):
             waits = [(1e3 * begin, 1e3 * until) for begin, until in outcome.waits[fastest]]

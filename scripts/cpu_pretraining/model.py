@@ -27,7 +27,9 @@ from .ulysses import UlyssesAttention
 
 _PADDED = 512
 """The vocabulary is padded to a multiple of this, so that the model is the same in any layout."""
-_NORM_EPSILON, _WEIGHT_DECAY, _WARM_UP = 1e-5, 0.1, 0.04
+_NORM_EPSILON = 1e-5
+_WEIGHT_DECAY = 0.1
+_WARM_UP = 0.04
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -48,7 +48,8 @@ class Worker:
                 context_parallel_size=args.context_parallel_size,
                 distributed_timeout_minutes=args.distributed_timeout_minutes,
             )
-        plain, wrappers = form == "plain", None
+        plain = form == "plain"
+        wrappers = None
         # In the plain form Megatron transfers the buckets, and the fused ops have no order to log.
         changes = {"commfuse_dp": False, "commfuse_order_log": None} if plain else {}
         with ExitStack() as undone, megatron_on_cpu(), timed_waits() as log:
@@ -97,7 +98,8 @@ def fused_layers(
     Args:
         collectives: the fused ops use collectives, one after the other with the GEMMs.
     """
-    manager, exchange = PatchManager(), f"{UlyssesAttention.__module__}.UlyssesAttention"
+    manager = PatchManager()
+    exchange = f"{UlyssesAttention.__module__}.UlyssesAttention"
     wrappers, users, report = register_wrappers(manager, args, ulysses_attention=exchange)
     with ExitStack() as undone:
         for user in users:
@@ -140,8 +142,11 @@ class Training:
     def __init__(
         self, args: argparse.Namespace, corpus: Corpus, waits: list[tuple[float, float]]
     ) -> None:
-        self.args, self.corpus, self.waits = args, corpus, waits
-        self.iteration, self.rank = 0, dist.get_rank()
+        self.args = args
+        self.corpus = corpus
+        self.waits = waits
+        self.iteration = 0
+        self.rank = dist.get_rank()
         self.model, self.optimizer, self.scheduler = build_trainee(args)
         self.forward_backward = get_forward_backward_func()
         length = args.seq_length
@@ -157,7 +162,8 @@ class Training:
         Raises:
             FloatingPointError: the loss or the norm of the gradients is not finite.
         """
-        args, outcome = self.args, Outcome()
+        args = self.args
+        outcome = Outcome()
         while self.iteration < args.train_iters:
             if args.link_rate is not None and self.iteration < 2:
                 # Some connections are only opened on the first use of their group.
@@ -223,7 +229,8 @@ class Training:
 
     def _microbatches(self) -> Iterator[list[torch.Tensor]]:
         """This rank's rows of this replica's samples, which are the same in every layout."""
-        args, replica = self.args, parallel_state.get_data_parallel_rank()
+        args = self.args
+        replica = parallel_state.get_data_parallel_rank()
         first = self.iteration * args.global_batch_size
         for microbatch in range(args.num_microbatches):
             start = first + (microbatch * args.data_parallel_size + replica) * args.micro_batch_size

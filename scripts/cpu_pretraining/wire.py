@@ -19,7 +19,8 @@ import socket
 import struct
 import sys
 
-_SO_PROTOCOL, _SO_MAX_PACING_RATE = 38, 47
+_SO_PROTOCOL = 38
+_SO_MAX_PACING_RATE = 47
 """From asm-generic/socket.h; the socket module does not name them on every system."""
 
 _SEND_BUFFER = 256 << 10

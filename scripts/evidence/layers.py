@@ -53,7 +53,8 @@ description, typical figures first; ``ordered`` are typical, with HCCL's sums in
 
 def layer(model: str, tp: int, sequence: int) -> Training:
     """A training with one sequence and no pipeline."""
-    described, sizes = ModelConfig.load(find_config(model)), Layout(tp, 1, 1, 1)
+    described = ModelConfig.load(find_config(model))
+    sizes = Layout(tp, 1, 1, 1)
     return training(described, sizes, sequence, micro_batch=1, micro_batches=1)
 
 
@@ -96,7 +97,8 @@ def point(machine: str, model: str, tp: int, sequence: int, hosts: Sequence[int]
     Args:
         hosts: microseconds of host time per launch, of the steps.
     """
-    hardware, setup = Hardware.load(find_config(machine, "hardware")), layer(model, tp, sequence)
+    hardware = Hardware.load(find_config(machine, "hardware"))
+    setup = layer(model, tp, sequence)
     ordered = shares(replace(hardware, deterministic=True), setup, 1)
     result: Point = {"layer": shares(hardware, setup), "ordered": ordered}
     for host, recomputes, count in product(hosts, (False, True), _MICRO_BATCHES):
@@ -131,8 +133,10 @@ def report(points: Mapping[tuple[object, ...], Point]) -> str:
     """The points at which CommFuse is ahead, a row per point, and whole steps."""
     titles = next(iter(points.values()))
     by_row = {row: [point[row] for point in points.values()] for row in titles}
-    times, ordered = by_row.pop("layer"), by_row.pop("ordered")
-    groups, names = [*((rival,) for rival in _RIVALS), _RIVALS], [*_OURS, *_RIVALS, "compute"]
+    times = by_row.pop("layer")
+    ordered = by_row.pop("ordered")
+    groups = [*((rival,) for rival in _RIVALS), _RIVALS]
+    names = [*_OURS, *_RIVALS, "compute"]
     lines = [_head("ahead", [*_RIVALS, "all of them"], times)]
     for form in _OURS:
         counts = (
@@ -170,7 +174,8 @@ def publish(text: str, name: str, page: Path | None) -> None:
     print(text)
     if page is None:
         return
-    begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+    begin = f"<!-- begin: {name} -->"
+    end = f"<!-- end: {name} -->"
     section = re.compile(f"{begin}.*?{end}", re.S)
     page_text, sections = section.subn(
         lambda _: f"{begin}\n\n{text.strip()}\n\n{end}", page.read_text("utf-8")

@@ -21,7 +21,10 @@ from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
 from commfuse_npu.tools.simulate.variants import forms as simulated
 from scripts.evidence import layers
 
-_HARDWARE, _MODEL, _TP, _TOKENS = "ascend_910b_server", "llama3_8b", 8, 32768
+_HARDWARE = "ascend_910b_server"
+_MODEL = "llama3_8b"
+_TP = 8
+_TOKENS = 32768
 _MACHINES = {"ascend_910b_server": "A2 server", "ascend_910c_supernode": "A3 supernode"}
 _MODELS = {"llama2_7b": "Llama 2 7B", "llama3_8b": "Llama 3 8B"}
 _LAYOUTS = (
@@ -36,7 +39,7 @@ _FORMS = {
     "coc-fused": "CoC, kernel",
     "mc2": "MC2",
 }
-_COLOURS = ("#c0392b", "#e59866", "#7fb3d5", "#2e86c1", "#a6acaf")
+_COLORS = ("#c0392b", "#e59866", "#7fb3d5", "#2e86c1", "#a6acaf")
 
 
 def step() -> Step:
@@ -66,11 +69,13 @@ def _results() -> Chart:
         for form, title in _FORMS.items():
             saved = [100 * (1 - shares[form]) for shares in corners if form in shares]
             if saved:
-                low, high = min(saved), max(saved)
+                low = min(saved)
+                high = max(saved)
                 row = {"layout": layout, "form": title, "saved": saved[0], "low": low, "high": high}
                 rows.append(row)
-    forms, across = list(_FORMS.values()), {"type": "quantitative", "title": "%"}
-    colour = {"field": "form", "sort": forms, "scale": {"domain": forms, "range": _COLOURS}}
+    forms = list(_FORMS.values())
+    across = {"type": "quantitative", "title": "%"}
+    color = {"field": "form", "sort": forms, "scale": {"domain": forms, "range": _COLORS}}
     return {
         "title": "% less time per layer than with blocking collectives",
         "data": {"values": rows},
@@ -80,7 +85,7 @@ def _results() -> Chart:
             "yOffset": {"field": "form", "sort": forms},
         },
         "layer": [
-            {"mark": "bar", "encoding": {"x": {"field": "saved", **across}, "color": colour}},
+            {"mark": "bar", "encoding": {"x": {"field": "saved", **across}, "color": color}},
             {
                 "mark": {"type": "rule", "opacity": 0.6},
                 "encoding": {"x": {"field": "low", **across}, "x2": {"field": "high"}},

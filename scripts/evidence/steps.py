@@ -115,7 +115,8 @@ def fit(steps: Sequence[Measured], hardware: Hardware) -> Machine:
     def host(launch: float, experts: float) -> Machine:
         return replace(hardware.launching(launch).machine(), expert_launches=experts)
 
-    at, factor = (1e-4, 72.0), 1.5
+    at = (1e-4, 72.0)
+    factor = 1.5
     while factor > 1.01:
         factors = product((1, 1 / factor, factor), repeat=2)
         nearest = min(
@@ -129,7 +130,8 @@ def fit(steps: Sequence[Measured], hardware: Hardware) -> Machine:
 
 def report(steps: Sequence[Measured], left_out: Sequence[str], hardware: Hardware) -> str:
     """Tables of every launch and of the errors of each half, and what is not simulated."""
-    machine, of_fit = hardware.machine(), fitted(steps)
+    machine = hardware.machine()
+    of_fit = fitted(steps)
     free = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
     head = ("launch", "TP PP CP EP", "form", "limit", "ms", "simulated", "off", "MiB",
             "simulated", "off", "half")  # fmt: skip
@@ -148,7 +150,8 @@ def report(steps: Sequence[Measured], left_out: Sequence[str], hardware: Hardwar
         limit = "host" if simulated(step, free) < _HOST_LIMIT * milliseconds else "device"
         half = "fitted" if step.family in of_fit else "predicted"
         memory = footprint(step.training, step.form, hardware).first_step / 2**20
-        layout, experts = step.training.layout, step.training.shape.experts
+        layout = step.training.layout
+        experts = step.training.shape.experts
         sizes = layout.tp, layout.pp, layout.cp, experts.parallel if experts else 1
         cells = [
             *(step.name, " ".join(map(str, sizes)), step.form.name, limit),

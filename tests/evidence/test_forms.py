@@ -20,7 +20,7 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tuning import decisions
 from scripts.evidence.measured import forms
 from scripts.evidence.measured.baselines import Baseline
-from scripts.evidence.measured.sleeping import SleepingGemms, modelled_seconds
+from scripts.evidence.measured.sleeping import SleepingGemms, modeled_seconds
 from scripts.evidence.measured.works import NAMES, TUNED
 from tests.distributed.ranks import on_ranks
 
@@ -159,7 +159,7 @@ def _clock(patch: pytest.MonkeyPatch, late: float) -> list[float]:
     return slept
 
 
-def test_gemms_sleep_for_their_modelled_time_in_a_backward_too(monkeypatch) -> None:
+def test_gemms_sleep_for_their_modeled_time_in_a_backward_too(monkeypatch) -> None:
     slept = _clock(monkeypatch, 0.0)
     a, b = torch.ones(10, 20), torch.ones(20, 30, requires_grad=True)
     with SleepingGemms(1.0):
@@ -171,8 +171,8 @@ def test_gemms_sleep_for_their_modelled_time_in_a_backward_too(monkeypatch) -> N
             assert out.addmm_(a, b) is out
         assert (a + a).sum() == 400
         a.matmul(b).sum().backward()
-    single, four = (modelled_seconds(10, 30, 20, 1.0, batch=batch) for batch in (1, 4))
-    of_weight = modelled_seconds(20, 30, 10, 1.0)
+    single, four = (modeled_seconds(10, 30, 20, 1.0, batch=batch) for batch in (1, 4))
+    of_weight = modeled_seconds(20, 30, 10, 1.0)
     assert slept == pytest.approx([single, single, four, single, single, of_weight])
     assert torch.equal(out, torch.full((10, 30), 5.0))
     assert torch.equal(a @ b, torch.full((10, 30), 20.0)), "and real ones afterwards"
@@ -180,19 +180,19 @@ def test_gemms_sleep_for_their_modelled_time_in_a_backward_too(monkeypatch) -> N
 
 def test_a_gemm_is_whole_rounds_of_tiles_after_a_launch() -> None:
     rows = 24 * 128  # of a result of 256 columns whose tiles fill all cores once
-    launch = modelled_seconds(0, 256, 64, 60.0)
+    launch = modeled_seconds(0, 256, 64, 60.0)
     assert launch > 0
     for m, n, rounds in ((rows, 256, 1), (1, 1, 1), (rows + 1, 256, 2), (rows, 512, 2)):
-        seconds = modelled_seconds(m, n, 64, 60.0)
+        seconds = modeled_seconds(m, n, 64, 60.0)
         assert seconds - launch == pytest.approx(2 * rounds * rows * 256 * 64 / 60e9)
     # A GEMM that stands for a wider one loses the same share.
-    narrow = modelled_seconds(375, 256, 64, 60.0, scale=4.0)
-    assert narrow == pytest.approx(modelled_seconds(1500, 1024, 256, 60.0) / 4**3)
+    narrow = modeled_seconds(375, 256, 64, 60.0, scale=4.0)
+    assert narrow == pytest.approx(modeled_seconds(1500, 1024, 256, 60.0) / 4**3)
 
 
 def test_what_a_sleep_took_too_long_is_taken_off_the_next(monkeypatch) -> None:
     a, b = torch.ones(10, 20), torch.ones(20, 30)
-    duration = modelled_seconds(10, 30, 20, 1.0)
+    duration = modeled_seconds(10, 30, 20, 1.0)
     slept = _clock(monkeypatch, 1.5 * duration)
     with SleepingGemms(1.0):
         a @ b

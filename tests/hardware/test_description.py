@@ -20,19 +20,19 @@ SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 def test_shipped_descriptions_can_be_read(path: Path) -> None:
     hardware = Hardware.load(path)
     assert find_config(path.stem, "hardware") == path
-    worst = hardware.machine("unfavourable", "unfavourable")
-    best = hardware.machine("favourable", "favourable")
+    worst = hardware.machine("unfavorable", "unfavorable")
+    best = hardware.machine("favorable", "favorable")
     assert worst.inside.latency >= best.inside.latency
     assert worst.inside.rate <= best.inside.rate
     assert worst.gemm(1024, 4096, 4096) > best.gemm(1024, 4096, 4096)
     assert worst.post_overhead >= best.post_overhead >= best.launch_overhead
-    assert hardware.posting(4e-5).machine("unfavourable", "favourable").post_overhead == 4e-5
-    slow = hardware.launching(9e-5).machine("favourable", "favourable")
+    assert hardware.posting(4e-5).machine("unfavorable", "favorable").post_overhead == 4e-5
+    slow = hardware.launching(9e-5).machine("favorable", "favorable")
     assert slow.launch_overhead == 9e-5
     # The cost of a post beyond a launch stays.
     assert slow.post_overhead - 9e-5 == pytest.approx(best.post_overhead - best.launch_overhead)
     # Links do not change the time of work.
-    other = hardware.machine("favourable", "unfavourable")
+    other = hardware.machine("favorable", "unfavorable")
     assert other.gemm(1024, 4096, 4096) == best.gemm(1024, 4096, 4096)
     assert other.inside == worst.inside
 

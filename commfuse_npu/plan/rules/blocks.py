@@ -45,7 +45,8 @@ def produce_scatter(spec: RankSpec, rows: int, columns: int) -> Builder:
     if not b.peers:
         b.compute("make", [out], [], own)
         return b
-    runs, hops = b.runs(rows), b.hops("last")
+    runs = b.runs(rows)
+    hops = b.hops("last")
     in_parts = len(runs) > IN_FLIGHT
     b.scratch("own", rows, columns)
     if in_parts:
@@ -93,7 +94,8 @@ def gather_use(spec: RankSpec, rows: int, columns: int, keep: bool) -> Builder:
     """
     b = Builder(spec)
     own = block_of(spec.rank, rows)
-    runs, hops = b.runs(rows), b.hops("first")
+    runs = b.runs(rows)
+    hops = b.hops("first")
     b.scratch("whole", spec.size * rows, columns)
     for j, run in enumerate(runs):
         for hop in hops:
@@ -134,9 +136,11 @@ def exchange(
     overlaps with the last transfers.
     """
     b = Builder(spec)
-    makes, staged = blocks != "given", blocks == "made"
+    makes = blocks != "given"
+    staged = blocks == "made"
     order: Own = "last" if makes else "first"
-    own, runs = block_of(spec.rank, rows), spec.schedule.runs(rows)
+    own = block_of(spec.rank, rows)
+    runs = spec.schedule.runs(rows)
     if not keep:
         b.scratch("received", spec.size * rows, columns)
     for j, run in enumerate(runs):
@@ -170,7 +174,8 @@ def exchange(
 def _(
     c: Carrier, rows: int, columns: int, blocks: Blocks, uses: bool, keep: bool, wgrad: bool
 ) -> None:
-    total, makes = c.spec.size * rows, blocks != "given"
+    total = c.spec.size * rows
+    makes = blocks != "given"
     if makes:
         out = "blocks" if blocks == "made and kept" else None
         sent = c.make(total, columns, made_pieces(c.spec, rows), out=out)
@@ -199,7 +204,8 @@ def bucket_scatter(spec: RankSpec, rows: int, stack: int, in_flight: int) -> Bui
     which has nothing to sum.  Run ahead, it posts all transfers that have memory.
     """
     b = Builder(spec)
-    runs, hops = b.runs(rows), b.hops("last")
+    runs = b.runs(rows)
+    hops = b.hops("last")
     stack = max(1, min(stack, b.peers))
     stacks = [
         (j, run, hops[at : at + stack], at)
@@ -257,7 +263,8 @@ def bucket_gather(spec: RankSpec, rows: int) -> Builder:
     for j, run in enumerate(runs):
         for hop in b.hops("first"):
             own, peer = (inside(rank, rows, run) for rank in (spec.rank, hop.source))
-            sent, into = rows_of("bucket", own), rows_of("bucket", peer)
+            sent = rows_of("bucket", own)
+            into = rows_of("bucket", peer)
             b.post(hop, sent, into, "block {source}", j, len(runs))
     b.end_ahead()
     return b

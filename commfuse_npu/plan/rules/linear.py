@@ -44,8 +44,12 @@ def gather_gemm(spec: RankSpec, rows: int, inputs: int, outputs: int, other: int
     the work.
     """
     b = Builder(spec)
-    runs, n, r = b.runs(rows), spec.size, spec.rank
-    own, peers, chunks = block_of(r, rows), peers_of(spec), len(runs)
+    runs = b.runs(rows)
+    n = spec.size
+    r = spec.rank
+    own = block_of(r, rows)
+    peers = peers_of(spec)
+    chunks = len(runs)
     # A chunk of several blocks is not one run of rows in the whole matrix.
     in_place = chunks == 1 or (b.peers <= 1 and not b.as_collective)
     stacked = b.size if b.as_collective else b.peers
@@ -60,7 +64,8 @@ def gather_gemm(spec: RankSpec, rows: int, inputs: int, outputs: int, other: int
     def post(j: int) -> None:
         if j >= chunks:
             return
-        sent, length = rows_of("shard", runs[j]), runs[j].stop - runs[j].start
+        sent = rows_of("shard", runs[j])
+        length = runs[j].stop - runs[j].start
         if b.as_collective:
             out = Span("whole" if in_place else f"staged {j}", 0, n * length)
             b.collective("all_gather", sent, out, "block {source}", j, chunks)
@@ -92,7 +97,8 @@ def gather_gemm(spec: RankSpec, rows: int, inputs: int, outputs: int, other: int
                 section = slice(side[0] * rows + run.start, side[-1] * rows + run.stop)
                 gemm(rows_of("out", section), rows_of("whole", section))
             continue
-        staged, result = f"staged {j}", f"result {j}"
+        staged = f"staged {j}"
+        result = f"result {j}"
         if other:
             _spread(b, "whole", staged, run, rows, on_side_stream=True)
         if outputs:
@@ -124,7 +130,8 @@ def _spread(
     b: Builder, buffer: str, stack: str, run: slice, rows: int, *, on_side_stream: bool
 ) -> None:
     """Copy the stacked chunks of all peers, rows ``run`` of each block, into ``buffer``."""
-    length, at = run.stop - run.start, 0
+    length = run.stop - run.start
+    at = 0
     for side in sides_of(b.spec):
         first = side[0] * rows
         strip = Span(buffer, first + run.start, first + run.stop, None, len(side), rows)
@@ -145,7 +152,8 @@ def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builde
     """
     b = Builder(spec)
     groups = b.runs(outputs)
-    outs, last = _columns_of("out", rows, groups), len(groups) - 1
+    outs = _columns_of("out", rows, groups)
+    last = len(groups) - 1
     products = _by_columns(b, groups, rows, IN_FLIGHT, own_last=True)
 
     def gemm(j: int, piece: slice) -> None:
@@ -167,7 +175,8 @@ def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builde
 
 @gemm_scatter.equals
 def _(c: Carrier, rows: int, inputs: int, outputs: int) -> None:
-    a, weight = c.given("a", c.spec.size * rows, inputs), c.given("weight", inputs, outputs)
+    a = c.given("a", c.spec.size * rows, inputs)
+    weight = c.given("weight", inputs, outputs)
     pieces = scatter_pieces(c.spec, rows, outputs)
     product = c.gemm(a, weight, pieces, last=block_of(c.spec.rank, rows))
     c.reduce_scatter(product, out="out")
@@ -177,7 +186,8 @@ def _by_columns(
     b: Builder, groups: Sequence[slice], rows: int, in_flight: int, own_last: bool = False
 ) -> list[Product]:
     """A :class:`Product` per group of columns; ``in_flight`` of them have memory at a time."""
-    count, widths = len(groups), [columns.stop - columns.start for columns in groups]
+    count = len(groups)
+    widths = [columns.stop - columns.start for columns in groups]
     return [
         Product(b, j, count, rows, width, j % in_flight, own_last and j == count - 1)
         for j, width in enumerate(widths)
@@ -219,13 +229,15 @@ def column_backward(
     peer.
     """
     b = Builder(spec)
-    n, r = spec.size, spec.rank
+    n = spec.size
+    r = spec.rank
     if wgrad:
         b.scratch("whole", n * rows, inputs)
         b.all_gather(Span("x", 0, rows), Span("whole", 0, n * rows), "block {source}")
         b.end_ahead()
     groups = b.runs(inputs) if scatters else []
-    products, everything = _by_columns(b, groups, rows, len(groups)), slice(0, n * rows)
+    products = _by_columns(b, groups, rows, len(groups))
+    everything = slice(0, n * rows)
     for product, columns in zip(products, groups, strict=True):
         weight = Span("weight", 0, outputs, (columns.start, columns.stop))
         b.compute("gemm", [product.made(everything)], [rows_of("grad", everything), weight])

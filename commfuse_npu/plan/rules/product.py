@@ -34,8 +34,12 @@ class Product:
         slot: int,
         own_last: bool = False,
     ) -> None:
-        self._b, self._number, self._of, self._rows = b, number, of, rows
-        self._name, self._partials = f"product {number}", f"partials {number}"
+        self._b = b
+        self._number = number
+        self._of = of
+        self._rows = rows
+        self._name = f"product {number}"
+        self._partials = f"partials {number}"
         # A collective sends one run of rows, so the own block is below all others.
         self._own_below = own_last and b.as_collective
         arriving = b.size if b.as_collective else b.peers
@@ -64,14 +68,17 @@ class Product:
                 self._post(hop)
             return
         end = (b.peers if self._own_below else b.size) * self._rows
-        sent, into = Span(self._name, 0, end), Span(self._partials, 0, end)
+        sent = Span(self._name, 0, end)
+        into = Span(self._partials, 0, end)
         own = not self._own_below
         b.collective("all_to_all", sent, into, _PIECE, self._number, self._of, own=own)
 
     def send_as_made(self, gemm: Callable[[slice], None]) -> None:
         """Compute the rows on each side of the own block with ``gemm(rows)`` and send their blocks;
         compute the own block last."""
-        b, rows, unsent = self._b, self._rows, sides_of(self._b.spec)
+        b = self._b
+        rows = self._rows
+        unsent = sides_of(self._b.spec)
         for hop in b.hops("last"):
             side = next((side for side in unsent if hop.target in side), None)
             if side is not None:
@@ -84,7 +91,8 @@ class Product:
         gemm(self._own)
 
     def _post(self, hop: Hop) -> None:
-        b, rows = self._b, self._rows
+        b = self._b
+        rows = self._rows
         # Stack the partials in the order in which they are added.
         into = rows_of(self._partials, block_of(b.hops("last").index(hop), rows))
         sent = self.made(block_of(hop.target, rows))
@@ -92,7 +100,8 @@ class Product:
 
     def add(self, out: Span, *, on_side_stream: bool) -> None:
         """``out`` = the peers' partials in the schedule's order + the own block."""
-        b, rows = self._b, self._rows
+        b = self._b
+        rows = self._rows
         terms = [(Span(self._partials, 0, b.peers * rows), b.peers)] if b.peers else []
         if b.as_collective:
             ranks = peers_of(b.spec) if self._own_below else range(b.size)

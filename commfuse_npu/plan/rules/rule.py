@@ -94,7 +94,8 @@ class Rule:
     lines: Callable[..., None]
 
     def __init__(self, make: Callable[..., Builder]) -> None:
-        self.name, self.__doc__ = make.__name__, make.__doc__
+        self.name = make.__name__
+        self.__doc__ = make.__doc__
         names = tuple(signature(make).parameters)[1:]
         RULES[self.name] = self
 

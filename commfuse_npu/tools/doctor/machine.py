@@ -87,7 +87,8 @@ class Machine:
 
 # ------------------------------------------------------------------ NPUs and links
 
-_INFO, _TOPOLOGY = ["npu-smi", "info"], ["npu-smi", "info", "-t", "topo"]
+_INFO = ["npu-smi", "info"]
+_TOPOLOGY = ["npu-smi", "info", "-t", "topo"]
 _DRIVER = re.compile(r"^\|\s+npu-smi\s+\S+\s+Version:\s+(\S+)", re.MULTILINE)
 # A device has two lines; the second has its bus address.
 _NAME_LINE = re.compile(r"^\|\s+\d+\s+(\S+)\s+\|\s+([A-Za-z]+)\s+\|")

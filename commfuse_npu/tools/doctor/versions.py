@@ -22,7 +22,8 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 def check_torch(machine: Machine) -> Iterator[Finding]:
     """Check torch, and torch_npu with it."""
-    torch, npu = machine.find("torch"), machine.find("torch_npu")
+    torch = machine.find("torch")
+    npu = machine.find("torch_npu")
     if torch is None:
         advice = "install torch 2.1 or newer, with a torch_npu of the same version for NPUs"
         yield Finding("torch", "error", "not found", advice)
@@ -59,7 +60,8 @@ def check_torch_npu_loads(machine: Machine) -> Iterator[Finding]:
     level: Level = "warning"
     advice = "without NPUs use an environment that torch_npu is not in"
     if listed_npus(machine):
-        level, advice = "error", "install CANN, and source its set_env.sh here"
+        level = "error"
+        advice = "install CANN, and source its set_env.sh here"
     yield Finding("import torch_npu", level, f"failed: {result.last_line}", advice)
     setting = machine.variables.get(_AUTOLOAD, "unset")
     if setting != "0":
@@ -116,19 +118,24 @@ def check_stack(machine: Machine) -> Iterator[Finding]:
     packages = {name: machine.find(name) for name in _STACK}
     on_npu = packages["mindspeed_llm"] is not None or packages["mindspeed"] is not None
     for name, (title, part, versions, otherwise) in _STACK.items():
-        package, level, text = packages[name], otherwise, "not found"
+        package = packages[name]
+        level = otherwise
+        text = "not found"
         advice = f"use {TOGETHER}, on PYTHONPATH"
         if package is None and not on_npu:
-            level, advice = "note", "needed on NPUs"
+            level = "note"
+            advice = "needed on NPUs"
             if name == "megatron":
                 advice = "pip install megatron-core==0.12.1 for the CPU"
         elif package is not None:
             text = package.version or "unknown"
             if on_npu and package.folder_with(part) is None:
-                level, text = "error", f"{text}, without {part}"
+                level = "error"
+                text = f"{text}, without {part}"
             # Without a version number, its files decide.
             elif not package.version or _fits(numbers(text), versions, on_npu):
-                level, advice = "ok", ""
+                level = "ok"
+                advice = ""
         yield Finding(title, level, text, advice)
 
 

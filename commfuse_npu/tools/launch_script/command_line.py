@@ -68,7 +68,8 @@ def launch_of(words: Sequence[str], folder: str, environment: Mapping[str, str])
         return None
     nodes = None if torchrun is None else _number(torchrun, NODES)
     per_node = None if torchrun is None else _number(torchrun, PER_NODE)
-    options, variables = Options(arguments), dict(environment)
+    options = Options(arguments)
+    variables = dict(environment)
     return Launch(script, options, nodes, per_node, Path(folder), variables, registers=registers)
 
 

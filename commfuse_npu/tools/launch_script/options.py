@@ -63,7 +63,8 @@ class Options:
         """
         if name not in self:
             return default
-        text, least = self.text(name) or "", min(1, default)
+        text = self.text(name) or ""
+        least = min(1, default)
         # No size has more digits.
         if not re.fullmatch(r"-?\d{1,12}", text, re.ASCII) or int(text) < least:
             raise UsageError(f"{name} is {text[:40]!r}; give a whole number from {least}")

@@ -166,7 +166,8 @@ class _Run:
         if saved and saved.get("asked") == asked and "failed" not in saved:
             print(f"{title}: kept")
             return True
-        start, content = time.monotonic(), {"asked": asked}
+        start = time.monotonic()
+        content = {"asked": asked}
         try:
             if start > self._end:
                 raise TimeoutError(f"left out, {self._options.minutes:g} minutes are over")
@@ -230,7 +231,8 @@ class _Run:
             Training(form, **saved.get("log", {}), failed=saved.get("failed", ""))
             for form, saved in self._trainings()
         ]
-        lines, rows = [*verdict(trainings)], list[Row]()
+        lines = [*verdict(trainings)]
+        rows = list[Row]()
         if measured:
             line, rows = self._described(measured, facts)
             lines.append(line)
@@ -247,7 +249,8 @@ class _Run:
 
     def _described(self, measured: Measured, facts: dict[str, Any]) -> tuple[str, list[Row]]:
         """Write measured.yaml; returns a summary, and its figures beside those of the base."""
-        options, path = self._options, self._folder.path / "measured.yaml"
+        options = self._options
+        path = self._folder.path / "measured.yaml"
         device = facts.get("device name", options.device)
         named = options.base or described(str(device)) or _BASES[options.device]
         base = Hardware.load(find_config(named, "hardware"))

@@ -23,7 +23,9 @@ Ranges = dict[str, Range]
 Figures = Iterator[tuple[str, Range]]
 """Figures, by dotted name."""
 
-_MOST_SLOWDOWN, _MOST_BESIDE, _MOST_COPIES = 0.9, 10.0, 4.0
+_MOST_SLOWDOWN = 0.9
+_MOST_BESIDE = 10.0
+_MOST_COPIES = 4.0
 """Upper limits of these figures in a description."""
 
 
@@ -84,7 +86,8 @@ def _copies(
     links: Times, collectives: Times, memory: Times, base: Hardware, ranges: Ranges
 ) -> Figures:
     """If lanes are slower than an all-gather, attribute the difference to copies."""
-    messages, gather = _row(links, "messages"), _row(collectives, "all-gather")
+    messages = _row(links, "messages")
+    gather = _row(collectives, "all-gather")
     wire = median(gather["seconds"])
     if _cores(base) and median(messages["seconds"]) > wire:
         yield from _rate(gather, messages["peers"], base)
@@ -101,7 +104,8 @@ def _gemms(times: Times, base: Hardware, ranges: Ranges) -> Figures:
         base.machine(), cube_flops=1.0, gemm_efficiency=1.0, gemm_start=0.0, half_rows=0.0,
         hbm_bandwidth=math.inf,
     )  # fmt: skip
-    rates, starts = [], []
+    rates = []
+    starts = []
     for layer in dict.fromkeys(row["layer"] for row in times):
         rows = [row for row in times if row["layer"] == layer]
         points = [
@@ -141,7 +145,8 @@ def _host(times: Times, base: Hardware, ranges: Ranges) -> Figures:
 
 def _beside(times: Times, base: Hardware, ranges: Ranges) -> Figures:
     calls = {row["what"]: row["seconds"] for row in times}
-    gemm, exchange = median(calls["gemm"]), median(calls["exchange"])
+    gemm = median(calls["gemm"])
+    exchange = median(calls["exchange"])
     slowed = [min(_MOST_SLOWDOWN, max(0.0, 1 - gemm / seconds)) for seconds in calls["gemm beside"]]
     yield "npu.transfer_slowdown", quartiles(slowed)
     # On a CPU transfers and work share a core, so the slowdown of the work already covers it.
@@ -167,7 +172,8 @@ def _memory(times: Times, base: Hardware, ranges: Ranges) -> Figures:
 
 def _attention(times: Times, base: Hardware, ranges: Ranges) -> Figures:
     whole = max(times, key=lambda row: row["queries"])
-    lost, peak = 0.0, ranges.get("npu.cube_flops", (0.0,) * 3)[1]
+    lost = 0.0
+    peak = ranges.get("npu.cube_flops", (0.0,) * 3)[1]
     if _cores(base):
         peak = base.typical("npu.cube_flops")
         if halves := list(_half_queries(times)):
@@ -196,7 +202,8 @@ def _half_queries(times: Times) -> Iterator[float]:
 
 def _attended_operations(row: Mapping[str, Any]) -> float:
     """Operations of attention under the causal mask: two products."""
-    rows, keys = row["queries"], row["keys"]
+    rows = row["queries"]
+    keys = row["keys"]
     return float(4 * row["heads"] * row["of"] * rows * (keys - (rows - 1) / 2))
 
 
@@ -214,7 +221,8 @@ def description(
     """
     import yaml
 
-    content, ranges = read_config(base.path), Ranges()
+    content = read_config(base.path)
+    ranges = Ranges()
     if (cores := _cores(base)) and (named := facts.get("cube cores")):
         peak = base.typical("npu.cube_flops") * named / cores
         ranges = {"npu.cores": (named,) * 3, "npu.cube_flops": (peak,) * 3}

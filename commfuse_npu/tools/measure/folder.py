@@ -21,7 +21,8 @@ class Folder:
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
-        self.path, self._file = path, path / "measured.json"
+        self.path = path
+        self._file = path / "measured.json"
         self._facts: dict[str, Any] = {}
         self.steps: dict[str, dict[str, Any]] = {}
         if self._file.exists():

@@ -79,7 +79,8 @@ def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
     head = ["form", "flags", "ms", "quartiles", f"against {today.form.title}", "losses off"]
     yield table_head([*head, "most memory", "weights"], numbers=False)
     for training in ran:
-        (low, middle, high), flags = training.steady, training.form.flags
+        low, middle, high = training.steady
+        flags = training.form.flags
         yield table_row([
             training.form.title,
             f"`{flags}`" if flags else "",

@@ -79,7 +79,8 @@ class Scale(NamedTuple):
 
     def layers(self) -> dict[str, tuple[int, int]]:
         """Input and output width of each linear layer on one rank."""
-        n, hidden = self.ranks, self.hidden
+        n = self.ranks
+        hidden = self.hidden
         return {
             "qkv": (hidden, (self.heads + 2 * self.groups) * self.head // n),
             "proj": (self.heads * self.head // n, hidden),

@@ -39,7 +39,9 @@ class Stopwatch:
         barrier: Callable[[], object],
     ) -> None:
         self._module = module
-        self._ahead, self._meet, self._barrier = ahead, meet, barrier
+        self._ahead = ahead
+        self._meet = meet
+        self._barrier = barrier
         self._piece: float | None = None
 
     def laps(self, call: Call, calls: int) -> list[list[float]]:

@@ -40,7 +40,9 @@ class Exchange:
 
     def __init__(self, transport: Transport, size: int) -> None:
         self._transport = transport
-        ranks, rank, n = transport.ranks, transport.rank, transport.size
+        ranks = transport.ranks
+        rank = transport.rank
+        n = transport.size
         mine = torch.zeros(size, dtype=torch.uint8, device=transport.device_type)
         self.swaps = [
             (lane, mine, torch.empty_like(mine), ranks[(rank + d) % n], ranks[(rank - d) % n])
@@ -66,9 +68,11 @@ class Worker:
     """One rank of the initialized default process group, with a lane of its own per peer."""
 
     def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
         self._transport = Transport.create(lanes=max(1, self.size - 1))
-        self._device, group = torch.device(self._transport.device_type), self._transport.group
+        self._device = torch.device(self._transport.device_type)
+        group = self._transport.group
         self._kernels = kernels_for(self._device)
         on_cpu = self._device.type == "cpu"
         self._module: Any = None if on_cpu else torch.get_device_module(self._device)
@@ -104,7 +108,8 @@ class Worker:
 
     def links(self, scale: Scale) -> Times:
         """Half a ping-pong between ranks 0 and 1, and a message to each peer, a lane each."""
-        lane, ranks = self._transport.lane_groups[0], self._transport.ranks
+        lane = self._transport.lane_groups[0]
+        ranks = self._transport.ranks
         token = torch.zeros(8, dtype=torch.uint8, device=self._device)
 
         def to_and_fro() -> None:
@@ -128,7 +133,8 @@ class Worker:
 
     def collectives(self, scale: Scale) -> Times:
         """The backend's collectives in bf16 of ``message`` bytes from each rank to each other."""
-        group, times = self._transport.group, []
+        group = self._transport.group
+        times = []
         blocks = self._numbers(self.size, scale.message // 2)
         for name, call in {
             "all-gather": partial(all_gather_rows, blocks[:1], group),
@@ -169,7 +175,8 @@ class Worker:
         exchange (``gemm beside``), and until both are complete (``both``).
         """
         inputs, outputs = scale.layers()["fc1"]
-        gemm, calls = self._product(scale.rows // 4, inputs, outputs), scale.calls
+        gemm = self._product(scale.rows // 4, inputs, outputs)
+        calls = scale.calls
         exchange = Exchange(self._transport, scale.message)
         alone = self._stopwatch.times(exchange.run, calls)
         times = math.floor(_SHARE * min(alone) / min(self._stopwatch.times(gemm, calls)))
@@ -208,7 +215,10 @@ class Worker:
 
     def attention(self, scale: Scale) -> Times:
         """The last queries against all keys, causal, forward, by number of queries."""
-        keys, heads, head, times = scale.rows, scale.heads // scale.ranks, scale.head, []
+        keys = scale.rows
+        heads = scale.heads // scale.ranks
+        head = scale.head
+        times = []
         k, v = (self._numbers(keys, 1, heads, head) for _ in range(2))
         for queries in scale.halves(4):
             q = self._numbers(queries, 1, heads, head)
@@ -218,7 +228,9 @@ class Worker:
         return times
 
     def _product(self, m: int, k: int, n: int) -> Callable[[], object]:
-        a, b, out = self._numbers(m, k), self._numbers(k, n), self._numbers(m, n)
+        a = self._numbers(m, k)
+        b = self._numbers(k, n)
+        out = self._numbers(m, n)
         return lambda: self._kernels.gemm_into(out, a, b)
 
     def _numbers(self, *shape: int) -> torch.Tensor:

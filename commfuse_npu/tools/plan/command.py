@@ -94,7 +94,8 @@ def main(words: Sequence[str]) -> int:
     parser = _parser()
     # Split here, because versions of argparse treat the two dashes differently.
     end = list(words).index("--") if "--" in words else len(words)
-    options, launch = parser.parse_args(words[:end]), list(words[end + 1 :])
+    options = parser.parse_args(words[:end])
+    launch = list(words[end + 1 :])
     if bool(options.what is not None or launch) + (options.model is not None) != 1:
         parser.error("give a launch script, a folder of profiles, or --model NAME")
     a_profile = bool(options.what) and Path(options.what).is_dir()
@@ -118,7 +119,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
-    path, config = arguments.what, None
+    path = arguments.what
+    config = None
     if path is not None and path.endswith((".yaml", ".yml")) and Path(path).is_file():
         config = Path(path)
     elif path is not None and not Path(path).is_file():

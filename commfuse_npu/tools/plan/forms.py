@@ -31,7 +31,8 @@ from commfuse_npu.tools.terminal import table_row
 
 _LITTLE = 0.01
 """Share of a step that a further option has to save."""
-_FUSED, _BOTH = "fused layers", "overlap and fused layers"
+_FUSED = "fused layers"
+_BOTH = "overlap and fused layers"
 _EXCLUSIVE = {
     *("--use-ascend-coc", "--coc-fused-kernel", "--use-ascend-mc2"),
     *("--use-commfuse", "--commfuse-overlap", "--commfuse-overlap-memory"),
@@ -180,7 +181,8 @@ def _costs(
         PlanError: the options form no valid schedule.
         ValueError: the simulator does not support such layers.
     """
-    figures, tp = hardware.machine(), training.layout.tp
+    figures = hardware.machine()
+    tp = training.layout.tp
     node = min(hardware.npus_per_node, launch.config.npus_per_node)
     if node < tp:
         raise NotSimulated(f"a group of {tp} spans nodes of {node} NPUs")
@@ -203,8 +205,10 @@ def _costs(
 def _forms(
     launch: AskedLaunch, costs: Mapping[str, tuple[float, float]], against: Obstacles
 ) -> Iterator[Form]:
-    options, plain = launch.options, _needs_memory(launch)
-    (overlap, flags), (more, more_flags) = FORMS[OVERLAP], FORMS[OVERLAP_MEMORY]
+    options = launch.options
+    plain = _needs_memory(launch)
+    overlap, flags = FORMS[OVERLAP]
+    more, more_flags = FORMS[OVERLAP_MEMORY]
     megatron, _ = FORMS[MEGATRON]
     rows = {megatron: ("", ""), overlap: (flags, against.overlap)}
     if plain:
@@ -233,7 +237,8 @@ def _forms(
 def _needs_memory(launch: AskedLaunch) -> bool:
     """Whether forwards run beside gradients only with the option for memory: in a pipeline that is
     not interleaved, unless all layers are recomputed."""
-    options, stages = launch.options, launch.config.pipeline_model_parallel_size
+    options = launch.options
+    stages = launch.config.pipeline_model_parallel_size
     if stages == 1 or model_chunks(options, stages) > 1:
         return False
     granularity, method = (
@@ -278,11 +283,13 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
     Raises:
         PlanError: the options form no valid schedule.
     """
-    against, wrong = obstacles(_without_peers(launch)), _problems(launch)
+    against = obstacles(_without_peers(launch))
+    wrong = _problems(launch)
     ordered = launch.command.environment.get("HCCL_DETERMINISTIC", "").lower()
     if ordered in ("true", "strict") or "--npu-deterministic" in launch.options:
         hardware = replace(hardware, deterministic=True)
-    costs, about = {}, roughly(launch.options)
+    costs = {}
+    about = roughly(launch.options)
     try:
         if not wrong:
             costs = _costs(launch, training_of(launch), hardware, against)

@@ -44,7 +44,8 @@ class AskedLaunch:
     @property
     def schedule(self) -> Schedule:
         """The schedule of the tensor-parallel group; a PlanError if the options form none."""
-        config, size = self.config, self.config.tensor_model_parallel_size
+        config = self.config
+        size = self.config.tensor_model_parallel_size
         usual = default_chunks(size, config.block_rows, config.hidden_size)
         chunks = 1 if self.fuse.commfuse_tuning == "on" else usual
         return schedule_for(self.fuse, size, config.npus_per_node, chunks=chunks, linear=True)
@@ -87,7 +88,8 @@ def ask_about(
         # Of the options that the launcher adds, this one matters here.
         launchers = "--use-distributed-optimizer"
         words = [*model.arguments(), launchers, *model.commfuse_options, *words]
-        name, launch = config.stem, replace(launch, registers=True)
+        name = config.stem
+        launch = replace(launch, registers=True)
     else:
         # The last value counts, so given options come after assumed ones.
         model = ModelConfig.from_options(["--vocab-size", str(_ASSUMED_VOCABULARY), *words])
@@ -174,7 +176,8 @@ def training_of(launch: AskedLaunch) -> Training:
         UsageError: an option has an invalid value.
         NotSimulated: names an option that is not supported.
     """
-    options, model = launch.options, launch.config
+    options = launch.options
+    model = launch.config
     for name, subject in _LEFT_OUT.items():
         if name in options:
             raise NotSimulated(f"{name}: {subject} is not simulated")
@@ -267,7 +270,8 @@ def _kinds(options: Options, layers: int) -> tuple[Kind, ...]:
 
 
 def _experts(launch: AskedLaunch) -> Experts | None:
-    options, model = launch.options, launch.config
+    options = launch.options
+    model = launch.config
     number = options.number("--num-experts", 0)
     if not number:
         return None

@@ -26,7 +26,8 @@ _RECORD = (
     "record it with torch_npu.profiler at any level, export type text; in MindSpeed-LLM: --profile "
     "--profile-step-start 15 --profile-step-end 16 --profile-export-type text"
 )
-_TRANSFERS, _CUBE = {"HCCL", "COMMUNICATION"}, {"AI_CORE", "MIX_AIC", "N/A"}
+_TRANSFERS = {"HCCL", "COMMUNICATION"}
+_CUBE = {"AI_CORE", "MIX_AIC", "N/A"}
 """Values of Accelerator Core: transfers; GEMMs and attention, or any kernel at level 0."""
 _COMPUTING = {"cube", "vector"}
 _UNNAMED = "not named"
@@ -65,13 +66,13 @@ def find_profiles(folder: Path) -> list[Path]:
     profiles = [path for path in inside if (path / _OUTPUT).is_dir()]
     raw = [path for path in inside if any(path.glob("PROF_*"))]
     if not profiles and raw:
-        raise UsageError(f"{raw[0]} is not analyzed yet; {_analyse(folder)}")
+        raise UsageError(f"{raw[0]} is not analyzed yet; {_analyze(folder)}")
     if not profiles:
         raise UsageError(f"{str(folder)!r} has no *_ascend_pt with {_OUTPUT} in it; {_RECORD}")
     return profiles
 
 
-def _analyse(folder: Path) -> str:
+def _analyze(folder: Path) -> str:
     call = f"torch_npu.profiler.profiler.analyse({str(folder)!r}, export_type='text')"
     return f"call {call} where CANN is installed"
 
@@ -112,7 +113,7 @@ def _steps(folder: Path) -> dict[str, Step]:
         databases = ", ".join(sorted(path.name for path in output.glob("*.db")))
         if databases:
             why = f"has no {_KERNELS}, but {databases}: exported as db, which is not read"
-            raise UsageError(f"{output} {why}; {_analyse(folder)}")
+            raise UsageError(f"{output} {why}; {_analyze(folder)}")
         raise UsageError(f"{output} has no {_KERNELS}; {_RECORD}")
     try:
         spans_of = _spans(folder)
@@ -173,7 +174,8 @@ def _figures(spans: dict[str, list[Span]]) -> Step:
     kernels = [*spans["cube"], *spans["vector"]]
     parts = {name: part for name, part in spans.items() if name not in _COMPUTING}
     transfers = list(chain.from_iterable(parts.values()))
-    computing, everything = _covered(kernels), kernels + transfers
+    computing = _covered(kernels)
+    everything = kernels + transfers
     bounds = {}
     for form, names in _FORMS.items():
         hideable = list(chain.from_iterable(parts.get(name, ()) for name in names))
@@ -193,7 +195,8 @@ def _figures(spans: dict[str, list[Span]]) -> Step:
 
 def _covered(spans: Sequence[Span]) -> float:
     """Time in ms in which at least one span runs: (A or B) - B is A without B."""
-    total, end = 0, 0
+    total = 0
+    end = 0
     for start, stop in sorted(spans):
         total += max(0, stop - max(start, end))
         end = max(end, stop)
@@ -213,7 +216,8 @@ def _number(group: str) -> int:
     """The number that msprof writes after @ for an HCCL group: two 32-bit hashes."""
     high = low = 0
     for byte in group.encode():
-        high, low = (high * 29 + byte) % 2**32, (low * 131 + byte) % 2**32
+        high = (high * 29 + byte) % 2**32
+        low = (low * 131 + byte) % 2**32
     return high << 32 | low
 
 

@@ -62,9 +62,13 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
     Raises:
         UsageError: an option has an invalid value.
     """
-    options, config, fuse = launch.options, launch.config, launch.fuse
-    problems, notes = _refused("--use-commfuse", options), list[str]()
-    accepted, also = not problems, list[str]()
+    options = launch.options
+    config = launch.config
+    fuse = launch.fuse
+    problems = _refused("--use-commfuse", options)
+    notes = list[str]()
+    accepted = not problems
+    also = list[str]()
     size = config.tensor_model_parallel_size
     if size == 1 and not (fuse.commfuse_ulysses or fuse.commfuse_dp):
         problems.append(
@@ -116,10 +120,13 @@ def _refused(ours: str, options: Options) -> list[str]:
 
 def _own_options(launch: AskedLaunch) -> Iterator[tuple[str, str, str]]:
     """Options that need ``--use-commfuse``: what the launch lacks, and why they do nothing."""
-    options, config = launch.options, launch.config
+    options = launch.options
+    config = launch.config
     sharded = "--use-distributed-optimizer" in options
     args = argparse.Namespace(**vars(config), use_distributed_optimizer=sharded)
-    attention, ulysses, dp = "--commfuse-attention", "--commfuse-ulysses", "--commfuse-dp"
+    attention = "--commfuse-attention"
+    ulysses = "--commfuse-ulysses"
+    dp = "--commfuse-dp"
     no_proj = f"{attention}: proj is not among --commfuse-layers; add it, or leave {attention} out"
     lacks = "" if "proj" in launch.fuse.commfuse_layers else no_proj
     # MindSpeed recomputes attention separately, whatever --recompute-modules lists.
@@ -134,7 +141,8 @@ def _own_options(launch: AskedLaunch) -> Iterator[tuple[str, str, str]]:
 
 
 def _overlap(launch: AskedLaunch) -> tuple[str, str, float | None]:
-    options, config = launch.options, launch.config
+    options = launch.options
+    config = launch.config
     sizes = config.tensor_model_parallel_size, config.context_parallel_size
     if max(*sizes, size_of(options, "expert-model")) == 1:
         return "no tensor, expert or context parallelism, so nothing to hide", "", None

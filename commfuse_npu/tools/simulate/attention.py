@@ -128,17 +128,20 @@ def attend(rank: Rank, shape: LayerShape, way: int) -> None:
         _exchange(rank, shape, *last)
     else:
         # Backward, gradients of keys and values go around, too.
-        passed, waits = 1 + way, tuple[int, ...]()
+        passed = 1 + way
+        waits = tuple[int, ...]()
         numbers = passed * shape.rows * 2 * shape.key_value / shape.ranks
         # On the slowest links of the ring.
-        links, size = Links(rank.machine, shape.contexts, shape.ranks), numbers * ITEM_BYTES
+        links = Links(rank.machine, shape.contexts, shape.ranks)
+        size = numbers * ITEM_BYTES
         levels = [links.level(at, (at + 1) % shape.contexts) for at in range(shape.contexts)]
         transfer = max(level.latency + size / level.rate for level in levels)
         for remaining in reversed(range(shape.contexts)):
             before = waits
             if remaining:
                 waits = rank.send(RING, transfer, [(rank.rank, rank.rank)], before, 0)
-            each, events = seconds / shape.contexts, EVENTS * passed
+            each = seconds / shape.contexts
+            events = EVENTS * passed
             rank.compute(name, each, before, _ROUND[way], posts=passed, events=events)
 
 

@@ -21,7 +21,8 @@ from commfuse_npu.tools.simulate.variants import OVERLAP, Variant
 
 KINDS: tuple[Kind, ...] = ("none", "dense", "experts")
 """In the order of a model."""
-_MOST, _FEW = 8, 2
+_MOST = 8
+_FEW = 2
 """Most equal layers in turns that are simulated; each more takes as long as those beyond a few.
 Passes that hand over at different numbers of places meet in the same way again after some layers,
 mostly six."""
@@ -113,7 +114,8 @@ class Chunks:
         """A chunk, by its place in the model."""
         if variant.alone is None:
             return self._in_order(variant, place)
-        training, layout = self.training, self.training.layout
+        training = self.training
+        layout = self.training.layout
         cost = partial(_in_turns, self.machine, self._layers(place))
         # The host does not wait between the passes, so their totals are compared.
         forward, backward = max(zip(cost(True, False), cost(False, True), strict=True), key=sum)
@@ -137,9 +139,11 @@ class Chunks:
 
     def _layers(self, place: int) -> tuple[Layers, ...]:
         """The layers of a chunk; its first ones are recomputed."""
-        layers, recomputed = list[Layers](), self.training.recomputed_layers(place)
+        layers = list[Layers]()
+        recomputed = self.training.recomputed_layers(place)
         for kind in KINDS[1:]:
-            count, shape = self.training.places[place][kind], self.training.shape_of(kind)
+            count = self.training.places[place][kind]
+            shape = self.training.shape_of(kind)
             first = min(recomputed, count)
             recomputed -= first
             layers += [Layers(shape, first, True), Layers(shape, count - first)]

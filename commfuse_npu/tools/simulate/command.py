@@ -21,7 +21,8 @@ from commfuse_npu.tools.simulate.training import Layout, training
 from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, forms
 from commfuse_npu.tools.terminal import tell
 
-_MOST_TOKENS, _MOST_MICRO_BATCHES = 1 << 24, 1 << 16
+_MOST_TOKENS = 1 << 24
+_MOST_MICRO_BATCHES = 1 << 16
 """Upper limits of option values: larger ones are unrealistic and would take too long."""
 
 

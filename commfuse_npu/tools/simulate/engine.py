@@ -39,16 +39,24 @@ class _Activity:
     __slots__ = ("end", "rate", "remaining", "since", "start")
 
     def __init__(self, amount: float) -> None:
-        self.remaining, self.rate, self.since, self.start, self.end = amount, 0.0, 0.0, 0.0, 0.0
+        self.remaining = amount
+        self.rate = 0.0
+        self.since = 0.0
+        self.start = 0.0
+        self.end = 0.0
 
     def begin(self, now: float) -> None:
-        self.start, self.since, self.end = now, now, math.inf
+        self.start = now
+        self.since = now
+        self.end = math.inf
 
     def change(self, rate: float, now: float) -> None:
         """Continue at this rate."""
         if rate != self.rate:
             self.remaining = max(0.0, self.remaining - self.rate * (now - self.since))
-            self.rate, self.since, self.end = rate, now, now + self.remaining / rate
+            self.rate = rate
+            self.since = now
+            self.end = now + self.remaining / rate
 
 
 class Span(_Activity):
@@ -61,7 +69,9 @@ class Span(_Activity):
 
     def __init__(self, rank: int, index: int, operation: Operation) -> None:
         super().__init__(operation.seconds)
-        self.rank, self.index, self.operation = rank, index, operation
+        self.rank = rank
+        self.index = index
+        self.operation = operation
         self.open_transfers = len(operation.sends) + len(operation.receives)
         self.followers: list[Span] = []
         self.waits = 0
@@ -77,8 +87,10 @@ class Moved(_Activity):
 
     def __init__(self, message: Message, links: Links) -> None:
         super().__init__(message.size)
-        self.message, ends = message, (message.source, message.target)
-        self.level, self.path = links.level(*ends), links.path(*ends)
+        self.message = message
+        ends = (message.source, message.target)
+        self.level = links.level(*ends)
+        self.path = links.path(*ends)
         self.touched = {0} if links.folded else set(ends)
 
 
@@ -98,7 +110,9 @@ class Simulated:
     def __init__(
         self, launches: Sequence[Sequence[Operation]], links: Links, *, steady: bool = False
     ) -> None:
-        self.launches, self.links, self.steady = launches, links, steady
+        self.launches = launches
+        self.links = links
+        self.steady = steady
         self._now = 0.0
         self.spans: list[Span] = []
         self.moved: list[Moved] = []
@@ -157,7 +171,8 @@ class Simulated:
             self._start(task)
         while self._work or self._flows or self._later:
             self._set_rates()
-            work, flows = list(self._work.values()), list(self._flows)
+            work = list(self._work.values())
+            flows = list(self._flows)
             at_known_times = (time for time, *_ in self._later[:1])
             self._now = min([*(running.end for running in (*work, *flows)), *at_known_times])
             for task in work:

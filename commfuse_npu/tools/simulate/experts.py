@@ -64,7 +64,8 @@ class Experts:
         if self.gathers:
             return collective_seconds(Links(machine, self.parallel * self.tensor), tokens * row)
         sent = tokens * self.each / self.parallel * row
-        dealt, shared = Links(machine, self.parallel, self.tensor), Links(machine, self.tensor)
+        dealt = Links(machine, self.parallel, self.tensor)
+        shared = Links(machine, self.tensor)
         return collective_seconds(dealt, sent) + collective_seconds(
             shared, tokens * self.each * row
         )
@@ -110,7 +111,8 @@ class Experts:
         self, rank: Rank, name: str, tokens: int, inputs: int, outputs: int, *, wgrad: bool = False
     ) -> None:
         """Add the products of every expert of this rank, each with its share of the rows."""
-        each, machine = tokens * self.each * self.tensor / self.local, rank.machine
+        each = tokens * self.each * self.tensor / self.local
+        machine = rank.machine
         sizes = (inputs, each, outputs) if wgrad else (each, inputs, outputs)
         seconds = self.local * machine.gemm(*sizes, start=not self.grouped)
         if self.grouped:

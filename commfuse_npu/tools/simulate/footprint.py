@@ -40,7 +40,8 @@ from commfuse_npu.tools.simulate.variants import Variant
 USABLE = 0.9
 """Share of the device memory for tensors; assumed: CANN and fragmentation take the rest."""
 
-_ADAM, _ADAM_REUSED = 12, 10
+_ADAM = 12
+_ADAM_REUSED = 10
 _STATISTICS = 2 * 8 * 4
 _LOGITS = 2 + 4
 """Bytes per logit: in bf16, and in fp32 for the loss; its gradient reuses that memory."""
@@ -92,7 +93,8 @@ def footprint(training: Training, variant: Variant, hardware: Hardware) -> Footp
 
 
 def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, float, float, float]:
-    shape, layout = training.shape, training.layout
+    shape = training.shape
+    layout = training.layout
     everyone, experts = training.parameters(stage)
     order = layout.pp, stage, layout.vpp, training.micro_batches
     paired = variant.pairs(layout)
@@ -115,7 +117,8 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
         activations += max(_waiting(training, kind) for kind in layers)
     if stage == layout.pp - 1:
         activations += _LOGITS * shape.rows / layout.tp * shape.vocabulary
-    parameters, shared = everyone + experts, training.with_states(everyone, experts)
+    parameters = everyone + experts
+    shared = training.with_states(everyone, experts)
     adam = _ADAM_REUSED if training.reuses else _ADAM
     gradients = training.gradient_bytes * parameters
     return ITEM_BYTES * parameters, gradients, adam * shared, activations
@@ -125,8 +128,10 @@ def _kept(training: Training, kind: Kind) -> float:
     """Bytes of activations that a layer keeps for one micro-batch."""
     if kind == "none":
         return 0.0
-    shape, heads = training.shape_of(kind), training.model.num_attention_heads
-    rows, tp = shape.rows / shape.ranks, shape.ranks
+    shape = training.shape_of(kind)
+    heads = training.model.num_attention_heads
+    rows = shape.rows / shape.ranks
+    tp = shape.ranks
     split = shape.inner * tp + shape.qkv + (shape.halves + 1) * shape.dense * tp
     if shape.latent is not None:
         split += shape.latent.kept(tp)
@@ -142,14 +147,17 @@ def _waiting(training: Training, kind: Kind) -> float:
     if kind == "none":
         return 0.0
     shape = training.shape_of(kind)
-    rows, h, qkv = shape.rows, shape.hidden, shape.qkv // shape.ranks
+    rows = shape.rows
+    h = shape.hidden
+    qkv = shape.qkv // shape.ranks
     if shape.latent is not None:
         qkv += shape.latent.kept(shape.ranks) // shape.ranks
     operands = [rows * (h + qkv), rows * (shape.inner + h)]
     if shape.dense:
         operands += [rows * (h + shape.halves * shape.dense), rows * (shape.dense + h)]
     if experts := shape.experts:
-        sent, width = shape.held * experts.each, experts.width // experts.tensor
+        sent = shape.held * experts.each
+        width = experts.width // experts.tensor
         operands += [
             sent * experts.tensor * (h + widths) for widths in (experts.halves * width, width)
         ]
@@ -161,13 +169,15 @@ def _transfers(variant: Variant, shape: LayerShape, most: float) -> float:
 
     A lane is a communicator with two buffers, each from 16 MB to ``most``, HCCL's own size.
     """
-    gathered, tp = float(shape.rows * shape.row_bytes), shape.ranks
+    gathered = float(shape.rows * shape.row_bytes)
+    tp = shape.ranks
     if variant.kind != "fused":
         # Sliced variants need one more buffer, for the copy that restores the order of rows.
         return (3.0 if variant.kind == "sliced" else 2.0) * gathered
     widest = max(2 * shape.feed_forward, shape.qkv, shape.vocabulary) // tp
     ways = [way for way in variant.tuned or (variant.way,) if isinstance(way, Schedule)]
-    size, block = 3 * gathered, shape.block * shape.row_bytes
+    size = 3 * gathered
+    block = shape.block * shape.row_bytes
     if any(way.shape == "collective" and way.chunks > 1 for way in ways):
         # The rows of a chunk's product are copied to their places.
         size = max(size, gathered + ITEM_BYTES * shape.rows * widest)

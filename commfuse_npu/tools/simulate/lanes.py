@@ -45,7 +45,8 @@ def lanes(title: str, parts: Sequence[Simulated]) -> Row:
                 at = span.end
             add(lane, span.start, span.end, "work")
         add(_LANES[COMPUTE], at, simulated.seconds, "waiting")
-        everyone, shown = simulated.links.folded, simulated.shown_rank
+        everyone = simulated.links.folded
+        shown = simulated.shown_rank
         moved = [m for m in simulated.moved if everyone or m.message.source == shown]
         for start, end in sorted({(m.start, m.end) for m in moved}):
             add(_LINKS, start, end, "transfer")

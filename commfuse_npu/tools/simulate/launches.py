@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 from commfuse_npu.hardware.machine import Level, Machine
 
-COMPUTE, ASIDE = "compute", "aside"
+COMPUTE = "compute"
+ASIDE = "aside"
 """The engines: the first stream of a device, and the side stream."""
 
 Key = tuple[object, ...]
@@ -106,7 +107,9 @@ class Links:
     folded: bool = False
 
     def __post_init__(self) -> None:
-        machine, size, stride = self.machine, self.size, self.stride
+        machine = self.machine
+        size = self.size
+        stride = self.stride
         node = machine.npus_per_node
         if (size - 1) * stride >= node:
             if machine.between is None:
@@ -123,7 +126,8 @@ class Links:
 
     def level(self, source: int, target: int) -> Level:
         """The kind of links of a transfer."""
-        machine, node = self.machine, self.machine.npus_per_node
+        machine = self.machine
+        node = self.machine.npus_per_node
         if source == target:
             return replace(machine.inside, rate=1.0, latency=0.0)
         if source * self.stride // node == target * self.stride // node:

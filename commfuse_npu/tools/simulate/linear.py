@@ -112,7 +112,8 @@ def _gathered(rank: Rank, name: str, numbers: int) -> tuple[int, ...]:
 
 def _gather_gemm(rank: Rank, name: str, rows: int, inner: int, outer: int) -> tuple[int, ...]:
     """Add the gather and the GEMM; returns what to wait for until all rows have arrived."""
-    kind, n = rank.variant.kind, rank.size
+    kind = rank.variant.kind
+    n = rank.size
     if kind == "kernel" and rank.sequence_parallel:
         whole = rank.machine.gemm(rows * n, inner, outer)
         rank.compute(name, rank.machine.coc_kernel(whole, rows * inner * ITEM_BYTES, n))
@@ -142,7 +143,8 @@ def _gemm_scatter(
         behind: work that does not need the sums.  It hides the end of the transfers, except in the
             ``plain`` variants, which wait first.  With it there is no fused kernel.
     """
-    kind, n = rank.variant.kind, rank.size
+    kind = rank.variant.kind
+    n = rank.size
     if kind == "kernel" and rank.sequence_parallel and behind is None:
         whole = rank.machine.gemm(rows * n, inner, outer)
         rank.compute(name, rank.machine.coc_kernel(whole, rows * outer * ITEM_BYTES, n))
@@ -150,7 +152,8 @@ def _gemm_scatter(
     if kind == "mc2" and behind is None and mc2.supports(rank, inner):
         mc2.gemm_scatter(rank, name, rows, inner, outer)
         return
-    slices, waits = _slices(rank, name, rows), tuple[int, ...]()
+    slices = _slices(rank, name, rows)
+    waits = tuple[int, ...]()
     if len(slices) > 1:
         _reorder(rank, name, rows, inner)
     for part in slices:

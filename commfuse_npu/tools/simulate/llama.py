@@ -141,8 +141,12 @@ def forward(rank: Rank, shape: LayerShape, *, whole: bool = True) -> None:
     Args:
         whole: whether the sum of fc2 is needed.
     """
-    rows, block, held, h = shape.rows, shape.block, shape.held, shape.hidden
-    qkv, width = shape.qkv // shape.ranks, shape.dense
+    rows = shape.rows
+    block = shape.block
+    held = shape.held
+    h = shape.hidden
+    qkv = shape.qkv // shape.ranks
+    width = shape.dense
     rank.sequence_parallel = shape.sequence_parallel
     rank.elementwise("norm", 2 * held * h)
     if shape.latent is not None:
@@ -170,8 +174,12 @@ def recomputation(rank: Rank, shape: LayerShape) -> None:
 
 def backward(rank: Rank, shape: LayerShape) -> None:
     """Add a layer's backward."""
-    rows, block, held, h = shape.rows, shape.block, shape.held, shape.hidden
-    qkv, width = shape.qkv // shape.ranks, shape.dense
+    rows = shape.rows
+    block = shape.block
+    held = shape.held
+    h = shape.hidden
+    qkv = shape.qkv // shape.ranks
+    width = shape.dense
     rank.sequence_parallel = shape.sequence_parallel
     if shape.experts is not None:
         shape.experts.backward(rank, held, h)

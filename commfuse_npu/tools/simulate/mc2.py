@@ -41,11 +41,14 @@ def gather_gemm(rank: Rank, name: str, rows: int, inner: int, outer: int) -> tup
     Returns:
         What to wait for until all rows have arrived.
     """
-    machine, others = rank.machine, rank.size - 1
-    own, layout = machine.gemm(rows, inner, outer), _layout(rank, inner, outer)
+    machine = rank.machine
+    others = rank.size - 1
+    own = machine.gemm(rows, inner, outer)
+    layout = _layout(rank, inner, outer)
 
     def seconds(tiles: list[int]) -> float:
-        time, arrived = layout + own, 0.0
+        time = layout + own
+        arrived = 0.0
         for tile in tiles:
             arrived += _transfer_seconds(rank, tile * inner)
             time = max(time, arrived) + machine.gemm(others * tile, inner, outer, start=False)
@@ -75,7 +78,8 @@ def gemm_scatter(rank: Rank, name: str, rows: int, inner: int, outer: int) -> No
             arrived = max(arrived, time) + _transfer_seconds(rank, tile * outer, sums=True)
         return arrived
 
-    tiles, waits = min(_cuts(rows), key=seconds), tuple[int, ...]()
+    tiles = min(_cuts(rows), key=seconds)
+    waits = tuple[int, ...]()
     rank.compute(f"{name} layout of the weight", _layout(rank, inner, outer))
     for number, tile in enumerate(tiles):
         part = machine.gemm(rank.size * tile, inner, outer, start=not number)
@@ -103,7 +107,8 @@ def _ring_rounds(rank: Rank) -> int:
 
 def _transfer_seconds(rank: Rank, numbers: int, *, sums: bool = False) -> float:
     """About the seconds of :func:`_transfer`, beside a GEMM."""
-    machine, size = rank.machine, numbers * ITEM_BYTES
+    machine = rank.machine
+    size = numbers * ITEM_BYTES
     factor = machine.summed(rank.size) if sums and not _ring_rounds(rank) else 1.0
     latency = machine.inside.latency
     seconds = machine.collective(size * factor, rank.size) - latency
@@ -114,10 +119,13 @@ def _transfer(
     rank: Rank, name: str, numbers: int, launches: int, *, sums: bool = False
 ) -> tuple[int, ...]:
     """Transfer ``numbers`` elements per block over a full mesh, or around a double ring."""
-    size, n, rounds = numbers * ITEM_BYTES, rank.size, _ring_rounds(rank)
+    size = numbers * ITEM_BYTES
+    n = rank.size
+    rounds = _ring_rounds(rank)
     if not rounds:
         return rank.collective(name, size, launches=launches, sums=sums)
-    waits, neighbors = tuple[int, ...](), [((rank.rank + 1) % n, (rank.rank - 1) % n)]
+    waits = tuple[int, ...]()
+    neighbors = [((rank.rank + 1) % n, (rank.rank - 1) % n)]
     for number in range(rounds):
         posts = launches * (not number)
         waits = rank.send(name, size * (n - 1) / rounds, neighbors, waits, posts)

@@ -69,7 +69,8 @@ class _Pass:
     """
 
     def __init__(self, launches: Iterator[_Pass | None], ahead: bool) -> None:
-        self.launches, self.ahead = launches, ahead
+        self.launches = launches
+        self.ahead = ahead
         self.ended = False
         self.waits: _Pass | None = None
 
@@ -89,7 +90,8 @@ class _Turns:
     """Passes, and the weight gradients that wait."""
 
     def __init__(self, rank: Rank, most_waiting: int) -> None:
-        self._rank, self._most = rank, most_waiting
+        self._rank = rank
+        self._most = most_waiting
         self._passes: list[_Pass] = []
         self._queue: deque[Callable[[], object]] = deque()
         self._launched = 0
@@ -136,7 +138,8 @@ class _Turns:
         self, part: Callable[[Rank, LayerShape], None], layer: Layers
     ) -> Iterator[_Pass | None]:
         """Launch a part of a layer; its weight gradients wait in the queue."""
-        rank, placed = self._rank, dict[int, int]()
+        rank = self._rank
+        placed = dict[int, int]()
         self._launched += 1
         own = Rank(rank.links, rank.rank, rank.variant, f"{self._launched}: ")
         part(own, layer.shape)

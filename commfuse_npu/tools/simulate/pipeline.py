@@ -66,7 +66,8 @@ def _order(stages: int, chunks: int, stage: int, micro_batches: int) -> tuple[tu
 
     The parts of a micro-batch are the forwards of all chunks, then their backwards, in order.
     """
-    forwards, backwards = [], []
+    forwards = []
+    backwards = []
     for slot in slots(stages, stage, chunks, micro_batches):
         if slot.forward is not None:
             forwards.append((slot.forward.chunk * stages + stage, slot.forward.microbatch))
@@ -105,7 +106,8 @@ def side_by_side(
             return 0.0 if back is None else backward[back]
         return forward[ahead] if back is None else (pairs[ahead] + pairs[back]) / 2
 
-    clock, ends = [0.0] * stages, [0.0] * stages
+    clock = [0.0] * stages
+    ends = [0.0] * stages
     for row in zip(*plans, strict=True):
         # A stage exchanges with its neighbors; of chunks the last stage sends to the first.
         around = [clock[-1], *clock, clock[0]] if chunks > 1 else [0.0, *clock, 0.0]

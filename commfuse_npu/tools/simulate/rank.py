@@ -71,12 +71,16 @@ class Rank:
     """
 
     def __init__(self, links: Links, rank: int, variant: Variant, prefix: str = "") -> None:
-        self.links, self.rank, self.variant = links, rank, variant
-        self.machine, self.size = links.machine, links.size
+        self.links = links
+        self.rank = rank
+        self.variant = variant
+        self.machine = links.machine
+        self.size = links.size
         self.operations: list[Operation] = []
         self.ways: dict[str, Way] = {}
         self.sequence_parallel = True
-        self._prefix, self._prefixes = prefix, 0
+        self._prefix = prefix
+        self._prefixes = 0
         self._last: dict[str, int] = {}
         self._pending: dict[str, set[int]] = {COMPUTE: set(), ASIDE: set()}
 
@@ -173,7 +177,8 @@ class Rank:
         """
         if sums:
             size *= self.machine.summed(self.size)
-        n, me = self.size, self.rank
+        n = self.size
+        me = self.rank
         ends = [((me + step) % n, (me - step) % n) for step in range(1, n)]
         return self.send(name, size, ends, (), launches)
 
@@ -195,11 +200,15 @@ class Rank:
         """
         if not ends or size <= 0 or self.variant.kind == "compute":
             return ()
-        key, me, sends, receives = self._key(name), self.rank, [], []
+        key = self._key(name)
+        me = self.rank
+        sends = []
+        receives = []
         for step, (target, source) in enumerate(ends):
             sends.append(Message((*key, step, me), me, target, size))
             receives.append(Message((*key, step, source), source, me, size))
-        lane, host = RING if name == RING else _COLLECTIVE, (launches, 0, EVENTS * launches)
+        lane = RING if name == RING else _COLLECTIVE
+        host = (launches, 0, EVENTS * launches)
         exchange = Operation(name, lane, 0.0, tuple(sends), tuple(receives), (), *host)
         return self._exchange(exchange, after)[:1]
 
@@ -261,7 +270,8 @@ class Rank:
             engine = ASIDE if uses_side_stream(instruction) else COMPUTE
             if isinstance(instruction, Post | Collective):
                 transfer = instruction.transfer
-                name, lane = f"{operation} {transfer.piece}", f"lane {transfer.lane}"
+                name = f"{operation} {transfer.piece}"
+                lane = f"lane {transfer.lane}"
                 away = [(way, end) for way, end in instruction.ends if not end.transfer.stays]
                 sends = tuple(message(end) for way, end in away if way == "send")
                 receives = tuple(message(end) for way, end in away if way == "receive")

@@ -80,7 +80,8 @@ def recommend(
         )
     sequence = sequence or model.seq_length
     batch = micro_batch or model.micro_batch_size
-    machine, most = hardware.machine(), limit(hardware)
+    machine = hardware.machine()
+    most = limit(hardware)
     choices = (False, True) if fixed.recomputes is None else (fixed.recomputes,)
     refused = Counter[str]()
     candidates: list[Timed] = []

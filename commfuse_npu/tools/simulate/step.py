@@ -35,7 +35,8 @@ _GRADIENT_BYTES = 4
 @lru_cache(1 << 14)
 def _head(machine: Machine, shape: LayerShape, variant: Variant) -> list[float]:
     """Seconds of the output layer and the loss, forward and backward."""
-    links, parts = Links(machine, shape.ranks), (llama.head_forward, llama.head_backward)
+    links = Links(machine, shape.ranks)
+    parts = (llama.head_forward, llama.head_backward)
     return [simulate(links, variant, partial(part, shape=shape)).seconds for part in parts]
 
 
@@ -49,13 +50,15 @@ class Step(Chunks):
         forwards = [chunk.forward for chunk in chunks]
         backwards = [chunk.backward for chunk in chunks]
         pairs = [chunk.pair for chunk in chunks if chunk.pair is not None]
-        head, embedding = _head(self.machine, training.shape, variant), self._embedding(variant)
+        head = _head(self.machine, training.shape, variant)
+        embedding = self._embedding(variant)
         for passes, last in zip((forwards, backwards), head, strict=True):
             passes[-1] += last
             passes[0] += embedding
         pipeline = training.micro_batches, self._between_stages, training.vpp
         main = self.layer_time(variant.alone or variant, max(training.kinds, key=KINDS.index))
-        f, b = main.forward, main.backward * (1 + training.recomputes)
+        f = main.forward
+        b = main.backward * (1 + training.recomputes)
         if pairs:
             pairs[-1] += sum(head)
             pairs[0] += 2 * embedding
@@ -88,9 +91,12 @@ class Step(Chunks):
         The embedding gets its gradients last and is needed first.  Not modeled: the sum of tied
         embedding gradients over the first and the last stage.
         """
-        training, layout = self.training, self.training.layout
-        table, first = [(training.table, 0.0, 0.0)], int(stage == 0)
-        everyone, experts = table * first, list[Weights]()
+        training = self.training
+        layout = self.training.layout
+        table = [(training.table, 0.0, 0.0)]
+        first = int(stage == 0)
+        everyone = table * first
+        experts = list[Weights]()
         for kind, count in training.of_stage(stage).items():
             own, of_experts = training.parameters_of(kind)
             everyone += [(own, forward, backward)] * count
@@ -103,13 +109,15 @@ class Step(Chunks):
         ):
             if ranks > 1 and layers:
                 late, early = _exposed(training, layers, Links(self.machine, ranks, stride))
-                tail, start = tail + late, start + early
+                tail = tail + late
+                start = start + early
         return tail, start
 
     @property
     def _between_stages(self) -> float:
         """Seconds to send a block of activations to the next stage."""
-        layout, shape = self.training.layout, self.training.shape
+        layout = self.training.layout
+        shape = self.training.shape
         if layout.pp == 1:
             return 0.0
         level = Links(self.machine, 2, layout.npus // layout.pp).level(0, 1)

@@ -19,7 +19,7 @@ from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
 from commfuse_npu.tools.terminal import table_row
 
-_ENDS: tuple[Choice, Choice] = "favourable", "unfavourable"
+_ENDS: tuple[Choice, Choice] = "favorable", "unfavorable"
 CORNERS: tuple[tuple[Choice, Choice], ...] = ("typical", "typical"), *product(_ENDS, _ENDS)
 """The choice of figures of each machine: for computation, and for links."""
 
@@ -84,11 +84,13 @@ class Timed:
 
     def row(self, first: Timed) -> dict[str, str]:
         """The cells of a table by column, beside those of the ``first``, which is bold."""
-        mark, longer = "**", "-"
+        mark = "**"
+        longer = "-"
         if self is not first:
             pairs = list(zip(self.seconds, first.seconds, strict=True))
             slower = f"{sum(ours > theirs for ours, theirs in pairs)} of {len(pairs)}"
-            mark, longer = "", f"{self.typical / first.typical - 1:+.1%} ({slower})"
+            mark = ""
+            longer = f"{self.typical / first.typical - 1:+.1%} ({slower})"
         model = self.training.model
         tokens = model.seq_length * model.global_batch_size / self.training.layout.npus
         return {
@@ -181,7 +183,8 @@ def show(rows: Sequence[Timed], hardware: Hardware, model: str, launch: str) -> 
     share = ratio(first.training, hardware, len(first.seconds)).text("{:.2f}".format)
     sizes = first.memory._asdict().items()
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sizes)
-    tokens, npus = first.training.model.seq_length, first.training.layout.npus
+    tokens = first.training.model.seq_length
+    npus = first.training.layout.npus
     title = f"{model}, {tokens} tokens, {npus} NPUs"
     print(
         f"{verdict}: {first.name}, a step in {first.step}.",

@@ -127,7 +127,9 @@ class Training:
         shape = self.shape_of(kind)
         if kind == "none":
             return 0.0, 0.0
-        h, tp, experts = shape.hidden, shape.ranks, shape.experts
+        h = shape.hidden
+        tp = shape.ranks
+        experts = shape.experts
         attention = h * (shape.qkv + shape.inner * tp)
         if shape.latent is not None:
             per_feature, besides = shape.latent.parameters
@@ -138,15 +140,18 @@ class Training:
 
     def tables(self, stage: int) -> int:
         """Number of the vocabulary's tables on a pipeline stage: embedding and output layer."""
-        last, tied = self.layout.pp - 1, not self.model.untie_embeddings_and_output_weights
+        last = self.layout.pp - 1
+        tied = not self.model.untie_embeddings_and_output_weights
         return (stage == 0) + (stage == last and not (tied and stage == 0))
 
     def parameters(self, stage: int) -> tuple[float, float]:
         """:meth:`parameters_of`, summed over a pipeline stage, with the vocabulary's tables."""
-        everyone, experts = self.tables(stage) * self.table, 0.0
+        everyone = self.tables(stage) * self.table
+        experts = 0.0
         for kind, count in self.of_stage(stage).items():
             own, of_experts = self.parameters_of(kind)
-            everyone, experts = everyone + count * own, experts + count * of_experts
+            everyone = everyone + count * own
+            experts = experts + count * of_experts
         return everyone, experts
 
     def with_states(self, everyone: float, experts: float) -> float:
@@ -177,12 +182,15 @@ def layer_shape(
         head: width of one; 0: hidden size / heads.
         more: further attributes of the shape.
     """
-    heads, groups = model.num_attention_heads, model.num_query_groups
+    heads = model.num_attention_heads
+    groups = model.num_query_groups
     head = head or model.hidden_size // heads
-    inner, qkv = head * heads, head * (heads + 2 * groups)
+    inner = head * heads
+    qkv = head * (heads + 2 * groups)
     if latent is not None:
         # Of queries, keys and values only the rotary parts.
-        inner, qkv = latent.heads * latent.value, 2 * latent.heads * latent.rotary
+        inner = latent.heads * latent.value
+        qkv = 2 * latent.heads * latent.rotary
     return LayerShape(
         sequence=model.seq_length // model.context_parallel_size,
         attended=model.seq_length,

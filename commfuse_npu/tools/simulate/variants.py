@@ -164,13 +164,15 @@ def forms(
         ValueError: the tensor-parallel group does not fit a node.
     """
     shape = training.shape
-    tp, rows = shape.ranks, shape.block
+    tp = shape.ranks
+    rows = shape.block
     if tp > machine.npus_per_node:
         raise ValueError(
             f"a tensor-parallel group of {tp} spans nodes of {machine.npus_per_node} NPUs; choose "
             f"at most {machine.npus_per_node}"
         )
-    ways, overlapped = [REFERENCE, MEGATRON], [OVERLAP]
+    ways = [REFERENCE, MEGATRON]
+    overlapped = [OVERLAP]
     if training.layout.pp > 1 and training.layout.vpp == 1:
         if training.recomputes_all:
             overlapped = [replace(OVERLAP, beside="everywhere")]

@@ -44,8 +44,10 @@ def table(times: Times) -> list[str]:
     rows = {row["form"]: row for row in times}
     seconds = {name: median(row["seconds"]) for name, row in rows.items()}
     blocked = {name: median(row["blocked"]) for name, row in rows.items()}
-    compute, reference = seconds.pop(COMPUTE), seconds[REFERENCE]
-    waits, reached = blocked[REFERENCE], rows[REFERENCE]["reached"]
+    compute = seconds.pop(COMPUTE)
+    reference = seconds[REFERENCE]
+    waits = blocked[REFERENCE]
+    reached = rows[REFERENCE]["reached"]
     lines = [table_head(("form", "speed", "wall removed", "blocked removed", "bits"))]
     for name, middle in seconds.items():
         removed = ["-", "-"]
@@ -98,7 +100,8 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        scale, times = scale_of(options.config, options.ranks), Times()
+        scale = scale_of(options.config, options.ranks)
+        times = Times()
         worker = "scripts.evidence.measured.forms:FormsWorker"
         limit = options.timeout
         with Ranks(options.ranks, device="cpu", timeout=limit, worker=worker) as ranks, rendered():

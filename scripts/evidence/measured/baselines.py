@@ -43,7 +43,8 @@ class Baseline(CollectiveTransport):
 
     def __init__(self, lanes: Transport, order: Callable[..., Blocking]) -> None:
         super().__init__(lanes.group)
-        self._run, self.blocked_seconds = order, 0.0
+        self._run = order
+        self.blocked_seconds = 0.0
         self._hops = [
             (lane, (self.rank + distance) % self.size, (self.rank - distance) % self.size)
             for distance, lane in enumerate(lanes.lane_groups, 1)
@@ -55,7 +56,8 @@ class Baseline(CollectiveTransport):
     def all_gather(
         self, out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> Any:
-        blocks, works = out.chunk(self.size), list[Any]()
+        blocks = out.chunk(self.size)
+        works = list[Any]()
         for lane, target, source in self._hops:
             works += post_swap(lane, shard, blocks[source], target, source, batched=False)
         blocks[self.rank].copy_(shard)
@@ -66,7 +68,8 @@ class Baseline(CollectiveTransport):
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> Any:
-        blocks, works = full.chunk(self.size), list[Any]()
+        blocks = full.chunk(self.size)
+        works = list[Any]()
         # The first partial arrives directly in the sum.
         partials = [out, *(torch.empty_like(out) for _ in self._hops[1:])]
         for (lane, target, source), part in zip(self._hops, partials, strict=True):
@@ -86,7 +89,9 @@ class _Exchange:
     def __init__(
         self, of: Baseline, works: list[Any], finish: Callable[[], None] = lambda: None
     ) -> None:
-        self._of, self._works, self._finish = of, works, finish
+        self._of = of
+        self._works = works
+        self._finish = finish
 
     def wait(self) -> None:
         if not self._works:  # waited for already, when the overlap recorded its time
@@ -229,7 +234,8 @@ class Sliced(Blocking):
         return self._tensors[out]
 
     def reduce_scatter(self, whole: torch.Tensor, *, out: str) -> None:
-        (a, b), into = self._factors, self._tensors[out]
+        a, b = self._factors
+        into = self._tensors[out]
         for run in self._runs(into.shape[0]):
             rows = self._blocks(a)[:, run].flatten(0, 1)
             product = super().gemm(rows, b, ())

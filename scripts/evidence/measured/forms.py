@@ -71,7 +71,8 @@ class Form:
         options: LinearOptions = LinearOptions(),
         overlap: ForwardBackwardOverlap | None = None,
     ) -> None:
-        self.transport, self._overlap = transport, overlap
+        self.transport = transport
+        self._overlap = overlap
         self.of: dict[str, Any] = {"transport": transport, "options": options}
 
     def pair(self, forward: _Call, backward: _Call) -> Any:
@@ -103,7 +104,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        runs, grad = ctx.runs, grad.contiguous()
+        runs = ctx.runs
+        grad = grad.contiguous()
         runs.resume(ctx.saved_tensors)
         for run in _runs(grad):
             runs.backward(grad[run], run)
@@ -142,10 +144,16 @@ class Work:
     """
 
     def __init__(self, name: str, scale: Scale, *, rank: int) -> None:
-        self._kind, self._generator = WORKS[name], torch.Generator().manual_seed(rank)
-        size, hidden, self._head = scale.ranks, scale.hidden, scale.head
-        self._heads, self._groups = scale.heads // size, scale.groups // size
-        shard, ffn, inner = scale.rows // size, scale.ffn // size, self._heads * scale.head
+        self._kind = WORKS[name]
+        self._generator = torch.Generator().manual_seed(rank)
+        size = scale.ranks
+        hidden = scale.hidden
+        self._head = scale.head
+        self._heads = scale.heads // size
+        self._groups = scale.groups // size
+        shard = scale.rows // size
+        ffn = scale.ffn // size
+        inner = self._heads * scale.head
         self._layers: list[_Weights] = []
         for _ in range(self._kind.layers):
             weights = {
@@ -168,7 +176,8 @@ class Work:
             leaf.grad = None
         y = self._forward(form)
         for _ in range(self._kind.micro_batches - 1):
-            forward, backward = partial(self._forward, form), partial(y.backward, self._grad)
+            forward = partial(self._forward, form)
+            backward = partial(y.backward, self._grad)
             y = form.pair(forward, backward)
         form.backward(partial(y.backward, self._grad))
         return [y.detach(), *(leaf.grad for leaf in leaves)]
@@ -229,7 +238,8 @@ class FormsWorker(Worker):
             gflops: let GEMMs sleep, modeled at this speed; ``None`` for real ones.
         """
         self._work = Work(work, scale, rank=self.rank)
-        self._scale, self._gflops = scale, gflops
+        self._scale = scale
+        self._gflops = gflops
         self._reference: list[torch.Tensor] = []
         decisions(self._transport).clear()
         self._transport.scratch.clear()  # its buffers have other shapes
@@ -265,7 +275,8 @@ class FormsWorker(Worker):
 
     def _sample(self, form: Form) -> Sample:
         with self._gemms():
-            start, blocked = self._stopwatch.together(), form.transport.blocked_seconds
+            start = self._stopwatch.together()
+            blocked = form.transport.blocked_seconds
             self._work.run(form)
             return Sample(self._stopwatch.now() - start, form.transport.blocked_seconds - blocked)
 

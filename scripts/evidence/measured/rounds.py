@@ -48,7 +48,8 @@ def time_forms(
     Raises:
         RanksError: the links cannot be given a rate.
     """
-    kind, label = WORKS[work], f"{work}, ratio {ratio:g}"
+    kind = WORKS[work]
+    label = f"{work}, ratio {ratio:g}"
     forms = [
         form
         for form in NAMES
@@ -66,7 +67,8 @@ def time_forms(
     for form in forms:
         tell(f"{label}: checking {form}")
         differences[form] = max(ask("check", form))
-    order, shuffle = [COMPUTE, *forms], random.Random(label)
+    order = [COMPUTE, *forms]
+    shuffle = random.Random(label)
     measured: dict[str, list[Sample]] = {form: [] for form in order}
     for number in range(rounds):
         tell(f"{label}: round {number + 1} of {rounds}")

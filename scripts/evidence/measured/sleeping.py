@@ -29,7 +29,7 @@ _LAUNCH = 5e-6
 cores, operations per second of all cores together, and seconds to launch a kernel."""
 
 
-def modelled_seconds(
+def modeled_seconds(
     m: int, n: int, k: int, gflops: float, *, scale: float = 1.0, batch: int = 1
 ) -> float:
     """Seconds for ``[batch, m, k] @ [batch, k, n]``.
@@ -56,11 +56,12 @@ class SleepingGemms:
     that belongs together: a sleep is shortened by the delay of the one before.
 
     Args:
-        gflops, scale: see :func:`modelled_seconds`.
+        gflops, scale: see :func:`modeled_seconds`.
     """
 
     def __init__(self, gflops: float, scale: float = 1.0) -> None:
-        self._gflops, self._scale = gflops, scale
+        self._gflops = gflops
+        self._scale = scale
         self._late = 0.0
 
     def __enter__(self) -> Self:
@@ -86,7 +87,7 @@ class SleepingGemms:
         shape = (*a.shape[:-1], b.shape[-1])
         out = a.new_empty(shape) if out is None else out
         *batch, m, k = a.shape
-        seconds = modelled_seconds(
+        seconds = modeled_seconds(
             m, b.shape[-1], k, self._gflops, scale=self._scale, batch=math.prod(batch)
         )
         # The allocation is part of the GEMM, as it is of a real one.

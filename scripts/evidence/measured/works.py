@@ -14,7 +14,8 @@ from commfuse_npu.tools.measure.steps import Scale
 _BLOCK = 16
 """Tokens of a rank are a multiple of this: whole cache lines, as all widths."""
 
-COMPUTE, REFERENCE = "compute", "p2p"
+COMPUTE = "compute"
+REFERENCE = "p2p"
 TUNED = "auto", "fb-overlap"
 NAMES = (
     *(REFERENCE, "slices-2", "slices-4", "slices-8", "megatron", "ours-c1", "ours-c4", "ours-c8"),
