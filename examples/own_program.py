@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu import Transport
-from commfuse_npu.plan import Schedule, rules
+from commfuse_npu.plan.rules import GatherUse
 
 # cut: order log
 from commfuse_npu.runtime.order_log import OrderLog
@@ -37,8 +37,7 @@ def use(piece: torch.Tensor, run: slice) -> None:
     product[run] = piece @ matrix
 
 
-program = rules.gather_use(transport.spec(Schedule()), rows, columns, False)
-running = transport.begin(program, "my_operation", like=shard)
+running = transport.begin(GatherUse(rows, columns), "my_operation", like=shard)
 running.run({"use": use}, shard=shard)
 
 whole = [torch.empty_like(shard) for _ in range(transport.size)]

@@ -11,8 +11,13 @@ import torch.distributed as dist
 from torch.nn.functional import gelu
 
 # cut: linear
-from commfuse_npu import Schedule, Transport
-from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
+from commfuse_npu import (
+    LinearOptions,
+    Schedule,
+    Transport,
+    all_gather_linear,
+    linear_reduce_scatter,
+)
 
 # end
 from commfuse_npu.runtime.collective_transport import CollectiveTransport

@@ -27,7 +27,7 @@ from commfuse_npu.ops.attention_runs import (
 )
 from commfuse_npu.ops.call import AnyTransport, Call, Tensors, check_and_cast
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.plan.rules import gather_use, produce_scatter
+from commfuse_npu.plan.rules import GatherUse, ProduceScatter
 from commfuse_npu.runtime.eager_only import eager_only
 
 __all__ = ["attention_linear_reduce_scatter"]
@@ -111,7 +111,7 @@ class _AttentionLinear(Call):
             gemm_into(out.view(-1, hidden), _flat(attention.forward(run)), transposed)
 
         sums = self.options.reduce_dtype
-        running = self.begin(produce_scatter, rows, batch * hidden, like=y, sum_dtype=sums)
+        running = self.begin(ProduceScatter(rows, batch * hidden), like=y, sum_dtype=sums)
         running.run({"make": make}, out=y.flatten(1))
         saved = attention.saved()
         # The weight's gradient alone needs only the output.
@@ -134,7 +134,8 @@ class _AttentionLinear(Call):
             wgrad.add(whole.view(-1, hidden), _flat(attended))
 
         grad = grad.view(rows, batch * hidden)
-        running = self.begin(gather_use, *grad.shape, wgrad.needed, like=grad, backward=True)
+        rule = GatherUse(rows, batch * hidden, wgrad.needed)
+        running = self.begin(rule, like=grad, backward=True)
         running.run({"use": use, "wgrad": whole_wgrad}, shard=grad)
         grads = self.attention.gradients() if inputs else (None, None, None)
         return *grads, wgrad.result()

@@ -77,6 +77,25 @@ class Documents:
             inside = bounds[bisect_left(bounds, first) : at_end + 1]
             self._bounds.append([bound - first for bound in inside])
 
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, length: int, batch: int = 1) -> Documents:
+        """From the cumulative lengths of flash attention, which begin with 0.
+
+        Args:
+            cu_seqlens: ``[documents + 1]``, integers, such as ``cu_seqlens_q``.  The host waits for
+                a tensor on a device.
+
+        Raises:
+            ValueError: the first number is not 0, or as for the ends themselves.
+        """
+        first, *ends = cu_seqlens.tolist()
+        if first != 0:
+            raise ValueError(
+                f"documents: cu_seqlens begins with {first}; it has to begin with 0 (ends alone "
+                "are Documents(ends, length, batch))"
+            )
+        return cls(ends, length, batch)
+
     @property
     def whole(self) -> bool:
         """Whether each sample is one document."""

@@ -60,7 +60,7 @@ import torch
 from commfuse_npu.ops.call import check_call, check_tensors, sum_ending
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan.program import aligned
-from commfuse_npu.plan.rules import bucket_gather, bucket_scatter
+from commfuse_npu.plan.rules import BucketGather, BucketScatter
 from commfuse_npu.runtime.eager_only import eager_only
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
@@ -160,8 +160,8 @@ class Buckets:
         with torch.no_grad():
             if elements := self._elements(name, bucket, average):
                 stacks = self._stacks(elements, bucket.dtype, total)
-                program = transport.program(bucket_scatter, self._schedule, elements, *stacks)
-                running = transport.begin(program, name, bucket, average, total)
+                rule = BucketScatter(elements, *stacks)
+                running = transport.begin(rule, name, bucket, self._schedule, average, total)
             if scale != 1.0:
                 bucket.mul_(scale)
             works = {"finish": sum_ending(transport.size if average else 1)}
@@ -193,8 +193,8 @@ class Buckets:
         check_tensors(name, bucket=bucket)
         with torch.no_grad():
             if elements := self._elements(name, bucket):
-                program = self._transport.program(bucket_gather, self._schedule, elements)
-                running = self._transport.begin(program, name, bucket)
+                rule = BucketGather(elements)
+                running = self._transport.begin(rule, name, bucket, self._schedule)
             return BucketExchange(bucket, self._queue, running, {})
 
     def _stacks(self, elements: int, dtype: torch.dtype, total: torch.dtype) -> tuple[int, int]:

@@ -141,7 +141,7 @@ class Call:
     def begin(
         self,
         rule: Rule,
-        *arguments: Any,
+        *,
         like: torch.Tensor,
         backward: bool = False,
         sum_dtype: torch.dtype | None = None,
@@ -149,7 +149,6 @@ class Call:
         """Begin the operation of a rule, on lanes or collectives.
 
         Args:
-            arguments: of the rule.
             like: a tensor with the dtype and device of the transferred tensors.
             backward: use the schedule of the backward.
             sum_dtype: dtype in which partials are added; by default their own.
@@ -159,10 +158,9 @@ class Call:
         if backward:
             schedule = self.backward_schedule
             name = f"{self.name} backward"
-        carrier: Any = self.transport if schedule else self.transport.by_collectives
-        program = carrier.program(rule, schedule or self.options.schedule, *arguments)
-        run: AnyRun = carrier.begin(program, name, like, self.options, sum_dtype)
-        return run
+        transport = self.transport if schedule else self.transport.by_collectives
+        schedule = schedule or self.options.schedule
+        return transport.begin(rule, name, like, schedule, self.options, sum_dtype)
 
     def weight_gradient(self) -> WeightGradient:
         """The gradient of the weight, if it needs one."""

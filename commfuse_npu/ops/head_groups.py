@@ -21,7 +21,7 @@ import torch
 from commfuse_npu.kernels import gemm_into, kernels_for
 from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.ops.call import Call, Tensors
-from commfuse_npu.plan.rules import Blocks, exchange
+from commfuse_npu.plan.rules import Blocks, ExchangeBlocks
 from commfuse_npu.runtime.executor import Work
 
 __all__ = ["HeadsToRows", "RowsToHeads"]
@@ -77,15 +77,17 @@ class _Exchange(Call):
     ) -> None:
         """An all-to-all of blocks ``[rows, columns]``, computed or used piece by piece.
 
-        Works and tensors are those of :func:`~commfuse_npu.plan.rules.exchange`.
+        Works and tensors are those of :class:`~commfuse_npu.plan.rules.ExchangeBlocks`.
 
         Args:
             blocks: ``[N * rows, columns]``: the input; with ``make``, the output of ``make``.
             received: ``[N * rows, columns]``, the result.
         """
         kind: Blocks = "given" if make is None else "made" if blocks is None else "made and kept"
-        arguments = rows, columns, kind, use is not None, received is not None, wgrad is not None
-        running = self.begin(exchange, *arguments, like=like, backward=backward)
+        uses = use is not None
+        keeps = received is not None
+        rule = ExchangeBlocks(rows, columns, kind, uses, keeps, wgrad is not None)
+        running = self.begin(rule, like=like, backward=backward)
         works = {"make": make, "use": use, "wgrad": wgrad}
         running.run(works, blocks=blocks, received=received)
 

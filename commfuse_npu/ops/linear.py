@@ -59,7 +59,7 @@ from commfuse_npu.ops.call import (
 )
 from commfuse_npu.ops.linear_trials import choose_schedules
 from commfuse_npu.ops.options import LinearOptions
-from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
+from commfuse_npu.plan.rules import ColumnBackward, GatherGemm, GemmScatter
 from commfuse_npu.runtime.collectives import begin_all_gather
 from commfuse_npu.runtime.eager_only import eager_only
 from commfuse_npu.runtime.executor import Running
@@ -130,10 +130,10 @@ class _AllGatherLinear(Call):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Tensors]:
         x = x.contiguous()
-        outputs = weight.shape[0]
+        outputs, inputs = weight.shape
         shard = x.flatten(0, -2)
         y = x.new_empty((x.shape[0] * self.transport.size, *x.shape[1:-1], outputs))
-        running = self.begin(gather_gemm, *shard.shape, outputs, 0, like=x)
+        running = self.begin(GatherGemm(shard.shape[0], inputs, outputs), like=x)
         running.run(shard=shard, weight=weight.t(), out=y.flatten(0, -2))
         if bias is not None:
             y.add_(bias)
@@ -147,9 +147,9 @@ class _AllGatherLinear(Call):
     def _begin_backward(self, like: torch.Tensor, rows: int) -> AnyRun:
         outputs, inputs = self.weight.shape
         needs_x, needs_weight, _ = self.needs
-        shape = rows, inputs, outputs, needs_x, needs_weight
+        rule = ColumnBackward(rows, inputs, outputs, needs_x, needs_weight)
         sums = self.options.reduce_dtype
-        return self.begin(column_backward, *shape, like=like, backward=True, sum_dtype=sums)
+        return self.begin(rule, like=like, backward=True, sum_dtype=sums)
 
     def prepare_early(self) -> bool:
         """Whether to gather the input early: the backward follows in the one that is running.
@@ -286,10 +286,10 @@ class _LinearReduceScatter(Call):
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
         x = x.contiguous()
         outputs, inputs = weight.shape
-        sums = self.options.reduce_dtype
         y = x.new_empty((x.shape[0] // self.transport.size, *x.shape[1:-1], outputs))
         out = y.flatten(0, -2)
-        running = self.begin(gemm_scatter, out.shape[0], inputs, outputs, like=x, sum_dtype=sums)
+        rule = GemmScatter(out.shape[0], inputs, outputs)
+        running = self.begin(rule, like=x, sum_dtype=self.options.reduce_dtype)
         running.run(a=x.flatten(0, -2), weight=weight.t(), out=out)
         pairs = _pairs.get(self.transport)
         if pairs is not None and any(self.needs):
@@ -313,7 +313,8 @@ class _LinearReduceScatter(Call):
         if column is not None and not (wgrad.needed and column.prepare_early()):
             column = None
         columns = (inputs if needed else 0 for needed in (self.needs[0], wgrad.needed))
-        running = self.begin(gather_gemm, *shard.shape, *columns, like=grad, backward=True)
+        rule = GatherGemm(shard.shape[0], shard.shape[1], *columns)
+        running = self.begin(rule, like=grad, backward=True)
         if column is not None and isinstance(running, Running):
             running.before = {"wgrad": column.gather_early}
         other = None if x is None else x.flatten(0, -2)
@@ -382,8 +383,8 @@ class _LinearAllReduce(Call):
         outputs, inputs = weight.shape
         rows = x.shape[0] // transport.size
         y = x.new_empty((rows, outputs))
-        sums = self.options.reduce_dtype
-        running = self.begin(gemm_scatter, rows, inputs, outputs, like=x, sum_dtype=sums)
+        rule = GemmScatter(rows, inputs, outputs)
+        running = self.begin(rule, like=x, sum_dtype=self.options.reduce_dtype)
         running.run(a=x, weight=weight.t(), out=y)
         if transport.size > 1:
             with transport.collectives(self.name):

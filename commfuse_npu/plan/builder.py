@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from commfuse_npu.plan.instructions import (
     Add,
@@ -39,6 +39,9 @@ from commfuse_npu.plan.instructions import (
 )
 from commfuse_npu.plan.program import Program, Scratch
 from commfuse_npu.plan.schedule import Hop, Own, PlanError, RankSpec
+
+if TYPE_CHECKING:
+    from commfuse_npu.plan.rules.rule import Rule
 
 __all__ = ["Builder"]
 
@@ -173,18 +176,11 @@ class Builder:
         """Wait for all transfers in flight, so that no later instruction can fail."""
         self._code.append(_SETTLE)
 
-    def build(self, rule: tuple[Any, ...], names: tuple[str, ...]) -> Program:
-        """Return the program; ``rule`` and ``names`` as in :class:`Program`."""
+    def build(self, rule: Rule) -> Program:
+        """Return the program of a rule."""
         code = self._code if self.spec.batched else self._receives_first()
-        return Program(
-            rule,
-            names,
-            self.rank,
-            self.size,
-            self.spec.batched,
-            tuple(self._in_order(code)),
-            tuple(self._scratch.values()),
-        )
+        instructions = tuple(self._in_order(code))
+        return Program(rule, self.spec, instructions, tuple(self._scratch.values()))
 
     @property
     def _slots(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from commfuse_npu.plan.instructions import (
     AheadEnd,
@@ -25,6 +25,10 @@ from commfuse_npu.plan.instructions import (
     accesses,
     line,
 )
+from commfuse_npu.plan.schedule import RankSpec
+
+if TYPE_CHECKING:
+    from commfuse_npu.plan.rules.rule import Rule
 
 __all__ = ["Program", "Region", "Scratch", "aligned"]
 
@@ -72,27 +76,30 @@ class Program:
     """The instructions of one rank for an operation.
 
     Attributes:
-        rule: name of the rule, schedule and arguments; equal on ranks that run the same operation.
-        names: of the arguments.
-        rank, size: rank in the group, and its size.
-        batched: whether a step's send and receive are posted as one batch (HCCL), or each receive
-            as soon as its rows are free (gloo).
+        rule: the operation, equal on ranks that run the same one.
+        spec: rank, group size, schedule and way to post, for which it was compiled.
         code: the instructions in host order.
         scratch: the buffers that it needs besides the operation's tensors.
     """
 
-    rule: tuple[Any, ...]
-    names: tuple[str, ...]
-    rank: int
-    size: int
-    batched: bool
+    rule: Rule
+    spec: RankSpec
     code: tuple[Instruction, ...]
     scratch: tuple[Scratch, ...] = field(default=())
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of the rule, by name."""
-        return dict(zip(self.names, self.rule[2:], strict=True))
+    def rank(self) -> int:
+        return self.spec.rank
+
+    @property
+    def size(self) -> int:
+        return self.spec.size
+
+    @property
+    def batched(self) -> bool:
+        """Whether a step's send and receive are posted as one batch (HCCL), or each receive as soon
+        as its rows are free (gloo)."""
+        return self.spec.batched
 
     @cached_property
     def steps(self) -> int:
@@ -215,4 +222,4 @@ class Program:
     def __str__(self) -> str:
         """The program as text, one line per instruction."""
         lines = (f"{place:>4}  {line(instruction)}" for place, instruction in enumerate(self.code))
-        return "\n".join([f"{self.rule[0]}, rank {self.rank} of {self.size}", *lines])
+        return "\n".join([f"{self.rule}, rank {self.rank} of {self.size}", *lines])

@@ -10,10 +10,22 @@ from typing import NamedTuple, TypeVar
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.rules import RULES
+from commfuse_npu.plan.rules import (
+    RULES,
+    Blocks,
+    BucketGather,
+    BucketScatter,
+    ColumnBackward,
+    ExchangeBlocks,
+    GatherGemm,
+    GatherUse,
+    GemmScatter,
+    ProduceScatter,
+    Rule,
+)
 from commfuse_npu.plan.schedule import RankSpec
 
-__all__ = ["CHUNKS", "LANES", "Case", "arguments", "cases"]
+__all__ = ["CHUNKS", "LANES", "Case", "cases", "rules_to_prove"]
 
 CHUNKS = (1, 2, 3, 4)
 LANES = (1, 2, 3, None)
@@ -22,31 +34,30 @@ LANES = (1, 2, 3, None)
 _ALL_CHUNKS_UP_TO = 4
 _ALL_ARGUMENTS_UP_TO = 8
 
-_LINEAR = ("gather_gemm", "gemm_scatter", "column_backward")
+_LINEAR = GatherGemm, GemmScatter, ColumnBackward
 """The rules that accept the shape ``collective``."""
+
+_BLOCKS: Sequence[Blocks] = ("given", "made", "made and kept")
 
 _One = TypeVar("_One")
 
 
 class Case(NamedTuple):
-    """The rule, arguments and schedule of a set of programs, one per rank."""
+    """The rule and the schedule of a set of programs, one per rank."""
 
-    rule: str
-    arguments: tuple[object, ...]
+    rule: Rule
     schedule: Schedule
     size: int
     batched: bool
 
     def __str__(self) -> str:
-        values = ", ".join(map(str, self.arguments))
         posting = "in batches" if self.batched else "one by one"
-        return f"{self.rule}({values}), {self.size} ranks, {posting}, {self.schedule}"
+        return f"{self.rule}, {self.size} ranks, {posting}, {self.schedule}"
 
     def programs(self) -> list[Program]:
         """Compile the programs of all ranks, in rank order."""
-        rule = RULES[self.rule]
         return [
-            rule(RankSpec(self.schedule, rank, self.size, self.batched), *self.arguments)
+            self.rule.program(RankSpec(self.schedule, rank, self.size, self.batched))
             for rank in range(self.size)
         ]
 
@@ -62,17 +73,17 @@ def cases(size: int, chunks: Sequence[int] = CHUNKS) -> Iterator[Case]:
     if size > _ALL_CHUNKS_UP_TO:
         choices = [[choice for group in choices for choice in group]]
     rotations = [_turns(group) for group in choices]
-    for name in RULES:
-        numbers = range(len(arguments(name, 1, size)))
+    for kind in RULES.values():
+        numbers = range(len(rules_to_prove(kind, 1, size)))
         turns = _turns(numbers)
-        shapes = [*_shapes(size), *([Schedule("collective")] if name in _LINEAR else [])]
+        shapes = [*_shapes(size), *([Schedule("collective")] if kind in _LINEAR else [])]
         for shape, batched in product(shapes, (True, False)):
             for number in numbers if size <= _ALL_ARGUMENTS_UP_TO else [next(turns)]:
                 for count, lane, rows in map(next, rotations):
                     lane = 1 if shape.shape == "collective" else lane
                     schedule = replace(shape, lanes=lane, chunks=count)
-                    values = arguments(name, rows, size)[number]
-                    yield Case(name, values, schedule, size, batched)
+                    rule = rules_to_prove(kind, rows, size)[number]
+                    yield Case(rule, schedule, size, batched)
 
 
 def _rows(chunks: int) -> list[int]:
@@ -95,21 +106,29 @@ def _shapes(size: int) -> list[Schedule]:
     ]
 
 
-def arguments(rule: str, rows: int, size: int) -> list[tuple[object, ...]]:
-    """Every choice of a rule's arguments; ``rows`` is the length that the schedule cuts."""
+def rules_to_prove(kind: type[Rule], rows: int, size: int) -> Sequence[Rule]:
+    """Rules of a kind with every choice of its fields; the schedule cuts the length ``rows``."""
     flags = False, True
     either = [pair for pair in product(flags, flags) if any(pair)]
-    choices: dict[str, list[tuple[object, ...]]] = {
-        "gather_gemm": [(rows, 2, 3, 0), (rows, 2, 3, 2), (rows, 2, 0, 2)],
-        "gemm_scatter": [(2, 3, rows)],
-        "column_backward": [(2, rows, 3, *pair) for pair in either],
-        "produce_scatter": [(rows, 2)],
-        "gather_use": [(rows, 2, keep) for keep in flags],
-        "exchange": [
-            (rows, 2, blocks, *pair, wgrad)
-            for blocks, pair, wgrad in product(("given", "made", "made and kept"), either, flags)
+    choices: dict[type[Rule], Sequence[Rule]] = {
+        GatherGemm: [
+            GatherGemm(rows, 2, 3),
+            GatherGemm(rows, 2, 3, other=2),
+            GatherGemm(rows, 2, other=2),
         ],
-        "bucket_scatter": [(rows, 1, 1), (rows, 2, 2), (rows, size, 3)],
-        "bucket_gather": [(rows,)],
+        GemmScatter: [GemmScatter(2, 3, rows)],
+        ColumnBackward: [ColumnBackward(2, rows, 3, *pair) for pair in either],
+        ProduceScatter: [ProduceScatter(rows, 2)],
+        GatherUse: [GatherUse(rows, 2, keep) for keep in flags],
+        ExchangeBlocks: [
+            ExchangeBlocks(rows, 2, blocks, *pair, wgrad)
+            for blocks, pair, wgrad in product(_BLOCKS, either, flags)
+        ],
+        BucketScatter: [
+            BucketScatter(rows, 1, 1),
+            BucketScatter(rows, 2, 2),
+            BucketScatter(rows, size, 3),
+        ],
+        BucketGather: [BucketGather(rows)],
     }
-    return choices[rule]
+    return choices[kind]

@@ -11,10 +11,10 @@ from functools import cache
 from itertools import zip_longest
 from typing import NamedTuple
 
-from commfuse_npu.plan import RankSpec, Schedule
+from commfuse_npu.plan import RankSpec
 from commfuse_npu.plan.instructions import Wait
 from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.rules import RULES, Piece
+from commfuse_npu.plan.rules import Piece
 from commfuse_npu.proof.data_flow import Call, Columns, Contents, Execution
 from commfuse_npu.proof.memory import Shape
 
@@ -165,10 +165,8 @@ class Outcome:
 
 def outcome_of(program: Program, contents: Contents) -> Outcome:
     """The expected results of a program."""
-    name, schedule, *arguments = program.rule
-    assert isinstance(schedule, Schedule)
-    outcome = Outcome(RankSpec(schedule, program.rank, program.size, program.batched), contents)
-    RULES[name].lines(outcome, *arguments)
+    outcome = Outcome(program.spec, contents)
+    program.rule.unfused(outcome)
     return outcome
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Collective, Instruction, Post, Transfer, Wait, line
 from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.rules import RULES
+from commfuse_npu.plan.rules import RULES, BucketGather, BucketScatter
 from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.proof import rendezvous as simulation
 from commfuse_npu.proof.rendezvous import Group
@@ -34,7 +34,7 @@ _ALL = 1 << 62
 _INVALID = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 """What an invalid line may raise."""
 
-_IN_LINE = {"bucket_scatter", "bucket_gather"}
+_IN_LINE = BucketScatter, BucketGather
 """Rules whose programs post batches in the order in which they began, each all of its own before
 the next; on gloo, without batches, posts may interleave (:mod:`commfuse_npu.ops.buckets`)."""
 
@@ -211,11 +211,9 @@ class RankLog:
         if verb == "issue":
             return _Begun(group, facts | {fact: str(facts[fact]) for fact in ("kind", "bytes")})
         schedule = Schedule(**facts["schedule"])
-        rule = RULES[facts["rule"]]
+        rule = RULES[facts["rule"]](*facts["arguments"])
         spec = RankSpec(schedule, group.ranks.index(self.rank), len(group.ranks), batched)
-        programs = (
-            rule(spec._replace(batched=way), *facts["arguments"]) for way in (batched, True)
-        )
+        programs = (rule.program(spec._replace(batched=way)) for way in (batched, True))
         return _Begun(group, {**facts, "batched": batched}, tuple(programs))
 
     # ------------------------------------------------------------------ what it did
@@ -342,7 +340,8 @@ class RankLog:
         earlier = takewhile(lambda other: other is not running, self.slots.values())
         return any(
             other.name.group == running.name.group
-            and {other.program.rule[0], running.program.rule[0]} <= _IN_LINE
+            and isinstance(other.program.rule, _IN_LINE)
+            and isinstance(running.program.rule, _IN_LINE)
             and other.posted < other.batched.steps
             for other in earlier
             if other.program and other.batched and running.program

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Collective, Post, Wait
 from commfuse_npu.plan.program import Program
 from commfuse_npu.proof.data_flow import Contents, execute
@@ -68,9 +67,7 @@ def counter_examples(programs: Sequence[Program]) -> list[str]:
 
 def _ends(program: Program) -> Iterator[str]:
     """Check that every transfer is between this rank and another of the group, on a valid lane."""
-    schedule = program.rule[1]
-    assert isinstance(schedule, Schedule)
-    lanes = schedule.lanes_for(program.size)
+    lanes = program.spec.schedule.lanes_for(program.size)
     for at, post in enumerate(program.code):
         if not isinstance(post, Post | Collective):
             continue

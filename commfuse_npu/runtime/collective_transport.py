@@ -1,6 +1,6 @@
 """Runs ops unfused, with the collectives of torch.distributed.
 
-An op on a :class:`CollectiveTransport` executes the lines of its rule.  This unfused op is the
+An op on a :class:`CollectiveTransport` executes the unfused form of its rule.  This op is the
 reference of the fused one, and its fallback for a group of one, an empty input and the like.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,15 +31,7 @@ if TYPE_CHECKING:
     from commfuse_npu.runtime.executor import Work
     from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["CollectiveRun", "CollectiveTransport", "Lines"]
-
-
-class Lines(NamedTuple):
-    """Takes the place of a program: a rule whose lines are executed for one rank."""
-
-    rule: Rule
-    spec: RankSpec
-    arguments: tuple[Any, ...]
+__all__ = ["CollectiveRun", "CollectiveTransport"]
 
 
 class CollectiveTransport:
@@ -81,20 +73,17 @@ class CollectiveTransport:
             return self._lanes.spec(schedule)
         return RankSpec(schedule, self.rank, self.size, True)
 
-    def program(self, rule: Rule, schedule: Schedule, *arguments: Any) -> Lines:
-        """The argument of :meth:`begin`; see :meth:`Transport.program`."""
-        return Lines(rule, self.spec(schedule), arguments)
-
     def begin(
         self,
-        program: Lines,
+        rule: Rule,
         name: str,
         like: torch.Tensor,
+        schedule: Schedule = Schedule(),
         options: Hashable = (),
         sum_dtype: torch.dtype | None = None,
     ) -> CollectiveRun:
         """See :meth:`Transport.begin`."""
-        return self._run(self, program, name, like, sum_dtype)
+        return self._run(self, rule, self.spec(schedule), name, like, sum_dtype)
 
     def agree(self, name: str, *facts: object, **more: object) -> None:
         """Do nothing: ranks are not compared."""
@@ -116,7 +105,7 @@ class CollectiveTransport:
 class CollectiveRun:
     """An operation on collectives; takes the place of a :class:`.executor.Running`.
 
-    It executes the lines of a rule, but not of one for buckets, as a
+    It executes the unfused form of a rule, but not of one for buckets, as a
     :class:`~commfuse_npu.plan.rules.Carrier` of tensors.  It waits for an all-gather when its
     result is read, and for a reduce-scatter at the end.
     """
@@ -124,14 +113,15 @@ class CollectiveRun:
     def __init__(
         self,
         transport: CollectiveTransport,
-        program: Lines,
+        rule: Rule,
+        spec: RankSpec,
         name: str,
         like: torch.Tensor,
         sum_dtype: torch.dtype | None,
     ) -> None:
         self.name = name
-        self.program = program
-        self.spec = program.spec
+        self.rule = rule
+        self.spec = spec
         self._transport = transport
         self._group = transport.group
         self._like = like
@@ -153,7 +143,8 @@ class CollectiveRun:
         self._works = {name: work for name, work in (works or {}).items() if work is not None}
         try:
             with _RecordFunctionFast(f"CommFuse: {self.name}"):
-                self.program.rule.lines(self, *self.program.arguments)
+                # The rules of buckets alone ask for more than this carrier has.
+                self.rule.unfused(self)  # type: ignore[arg-type]
                 for result, _ in list(self._under_way.values()):
                     self._read(result)
                 for into, total in self._sums:

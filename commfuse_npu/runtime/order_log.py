@@ -96,12 +96,11 @@ class OrderLog:
         options: Hashable = (),
     ) -> Entry:
         """Record that a program begins; arguments as for :meth:`Transport.begin`."""
-        rule, schedule, *arguments = program.rule
-        facts = {
+        facts: dict[str, object] = {
             "name": name,
-            "rule": rule,
-            "schedule": dataclasses.asdict(schedule),
-            "arguments": arguments,
+            "rule": type(program.rule).__name__,
+            "schedule": dataclasses.asdict(program.spec.schedule),
+            "arguments": list(vars(program.rule).values()),
             "dtype": str(dtype),
             "sum_dtype": str(sum_dtype),
             "options": repr(options),

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.plan import RankSpec, Schedule
-from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import Rule
 from commfuse_npu.plan.schedule import Shape
 from commfuse_npu.runtime.agreement import Agreement, TransportError
@@ -195,18 +194,20 @@ class Transport(Agreement):
 
     def begin(
         self,
-        program: Program,
+        rule: Rule,
         name: str,
         like: torch.Tensor,
+        schedule: Schedule = Schedule(),
         options: Hashable = (),
         sum_dtype: torch.dtype | None = None,
     ) -> Running:
-        """Begin ``program``: the ranks agree on it, and nothing is posted yet.
+        """Begin an operation: the ranks agree on its program, and nothing is posted yet.
 
         Args:
-            program: this rank's program, compiled for :meth:`spec`.
-            name: of the operation, for errors and for the comparison between ranks.
+            rule: what compiles the program.
+            name: name of the operation, for errors and for the comparison between ranks.
             like: a tensor with the dtype and device of the transferred tensors.
+            schedule: order of the peers, lanes and chunks.
             options: anything else that the ranks have to agree on.
             sum_dtype: dtype in which partials are added; by default their own.
 
@@ -226,6 +227,7 @@ class Transport(Agreement):
                 f"{name}: the tensor is on {device}, this group transfers "
                 f"{self.device_type} tensors; move it there"
             )
+        program = rule.program(self.spec(schedule))
         self.operations += 1
         key = program, name, dtype, sum_dtype, options
         agreed = self._begun.get(key)
@@ -235,14 +237,14 @@ class Transport(Agreement):
                     f"{name}: the program uses {program.lanes} lanes, the transport has "
                     f"{self.lanes}; create it with lanes={program.lanes} or plan with fewer"
                 )
-            sizes = {fact: value for fact, value in program.arguments.items() if type(value) is int}
+            sizes = {fact: value for fact, value in vars(rule).items() if type(value) is int}
             facts = {
-                "path": program.rule[0],
-                "schedule": program.rule[1],
+                "path": type(rule).__name__,
+                "schedule": program.spec.schedule,
                 "dtype": dtype,
                 "sum_dtype": sum_dtype,
                 "options": options,
-                **program.arguments,
+                **vars(rule),
             }
             agreed = self._agreed_on(name, facts, sizes)
             self._remember(key, agreed)
@@ -298,10 +300,6 @@ class Transport(Agreement):
             limited = replace(schedule, lanes=lanes)
             self._specs[schedule] = RankSpec(limited, self.rank, self.size, self.batched)
         return self._specs[schedule]
-
-    def program(self, rule: Rule, schedule: Schedule, *arguments: Any) -> Program:
-        """This rank's program for :meth:`begin`; the rule caches those used last."""
-        return rule(self.spec(schedule), *arguments)
 
     @cached_property
     def by_collectives(self) -> CollectiveTransport:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commfuse_npu.options import whole
-from commfuse_npu.plan.rules import RULES
+from commfuse_npu.plan.rules import RULES, forget_programs
 from commfuse_npu.proof.cases import CHUNKS, LANES, cases
 from commfuse_npu.proof.recorded_order import LogError
 from commfuse_npu.proof.verify import counter_examples
@@ -49,7 +49,7 @@ def _verify(most: int) -> int:
             sets += 1
             programs += len(group)
             # Otherwise they would stay cached, as for a run.
-            RULES[case.rule].cache_clear()
+            forget_programs()
     of_lanes = ", ".join("one per peer" if lane is None else str(lane) for lane in LANES)
     print(
         f"proved: all programs of 2 to {most} ranks: {len(RULES)} rules, chunks "

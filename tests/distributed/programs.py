@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.plan import Schedule
+from commfuse_npu.plan import RankSpec, Schedule
 from commfuse_npu.plan.instructions import Post
 from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.rules import gather_use
+from commfuse_npu.plan.rules import GatherUse, Rule
 from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
@@ -68,14 +68,16 @@ def watch_calls(
 
 def change_programs(patch: pytest.MonkeyPatch, change: Callable[[Program], Program]) -> None:
     """Let transports begin ``change(program)`` in place of each compiled program."""
-    begin, changed = Transport.begin, dict[Program, Program]()
+    compiled = Rule.program
+    changed: dict[Program, Program] = {}
 
-    def planted(self: Transport, program: Program, *args: Any, **keywords: Any) -> Running:
+    def planted(self: Rule, spec: RankSpec) -> Program:
+        program = compiled(self, spec)
         if program not in changed:
             changed[program] = change(program)
-        return begin(self, changed[program], *args, **keywords)
+        return changed[program]
 
-    patch.setattr(Transport, "begin", planted)
+    patch.setattr(Rule, "program", planted)
 
 
 def gather_and_use(
@@ -87,5 +89,6 @@ def gather_and_use(
 ) -> None:
     """Call ``use(piece, rows)`` for every piece of the gathered ``[n * s, columns]``."""
     rows, columns = shape or shard.shape
-    program = gather_use(transport.spec(Schedule(lanes=lanes)), rows, columns, False)
-    transport.begin(program, "gather_and_use", shard).run({"use": use}, shard=shard)
+    rule = GatherUse(rows, columns)
+    running = transport.begin(rule, "gather_and_use", shard, Schedule(lanes=lanes))
+    running.run({"use": use}, shard=shard)

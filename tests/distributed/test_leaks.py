@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from commfuse_npu import Schedule
-from commfuse_npu.plan.rules import RULES
+from commfuse_npu.plan.rules import forget_programs
 from commfuse_npu.runtime.executor import Running
 from tests.distributed.programs import transport
 from tests.limits import LIMIT
@@ -47,8 +47,7 @@ def held() -> dict[str, int]:
 
     Idle buffers and compiled programs, which are bounded, and agreed operations are excluded.
     """
-    for rule in RULES.values():
-        rule.cache_clear()
+    forget_programs()
     transport()._begun.clear()
     gc.collect()
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc: returns freed memory

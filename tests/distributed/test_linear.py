@@ -101,7 +101,7 @@ def two_pairs(
 
 
 @on_ranks(3)
-def test_a_gather_begins_before_the_weight_gradient_of_the_layer_after(rank: int) -> None:
+def test_a_gather_begins_before_the_next_weight_gradient(rank: int) -> None:
     """Programs that begin, posts ahead and weight gradients, in order."""
     wgrads, events = ["wgrad of 64 inputs", "wgrad of 32 inputs"], list[str]()
 

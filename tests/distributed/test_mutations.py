@@ -17,6 +17,7 @@ from commfuse_npu.ops.call import WeightGradient
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Add
 from commfuse_npu.plan.program import Program
+from commfuse_npu.plan.rules import GemmScatter
 from commfuse_npu.runtime import transport
 from tests.distributed.programs import change_programs, new_link
 from tests.limits import BRIEF
@@ -41,7 +42,7 @@ def own_partial_first(patch: pytest.MonkeyPatch) -> None:
     """Reverse the last sum of a GEMM with a reduce-scatter, which changes only its rounding."""
 
     def changed(program: Program) -> Program:
-        if program.rule[0] != "gemm_scatter":
+        if not isinstance(program.rule, GemmScatter):
             return program
         code = list(program.code)
         last = max(at for at, instruction in enumerate(code) if isinstance(instruction, Add))

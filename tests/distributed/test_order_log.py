@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import LinearOptions, all_gather_linear
 from commfuse_npu.plan.instructions import Post
-from commfuse_npu.plan.program import Program
+from commfuse_npu.plan.rules import Rule
 from commfuse_npu.proof.verify_log import verify_logs
 from commfuse_npu.runtime import executor
 from commfuse_npu.runtime.order_log import OrderLog
@@ -73,8 +73,8 @@ def of_cases(rank: int, link: Link, cases: list[Case]) -> None:
         for p2p in operations:
             single(p2p.group, p2p.tensor, p2p.peer, p2p.tag)
 
-    def begun(_: Transport, program: Program, *others: object) -> None:
-        for post in program.posts:
+    def begun(to: Transport, rule: Rule, _: str, __: object, schedule: Schedule, *___: Any) -> None:
+        for post in rule.program(to.spec(schedule)).posts:
             for way, (transfer, _) in post.ends if isinstance(post, Post) else ():
                 peer = transfer.target if way == "send" else transfer.source
                 planned[transfer.lane, peer] += 1

@@ -149,7 +149,7 @@ DIFFER: list[tuple[Case, Case, str]] = [
     (SUM(), SUM(rows=5), "path: .* here, .* there"),  # both are padded to six
     (*(one_layer(op, 2) for op in ATTENTION[1:]), "operation: attention_all_to_all.* here, att"),
     (bucket(), bucket(3), "rows: . here, . there"),
-    (bucket(), bucket(0), "path: [a-z_]+ here, [a-z_]+ there"),
+    (bucket(), bucket(0), "path: [A-Za-z]+ here, [A-Za-z]+ there"),
     (bucket(), bucket(gather=True), "operation: [a-z_]+_bucket here, [a-z_]+_bucket"),
     (bucket(gather=True), bucket(gather=True, dtype=LOW), "dtype: torch.[a-z0-9]+ here"),
     (bucket(dtype=LOW), bucket(wide=True, dtype=LOW), "sum_dtype: torch.[a-z0-9]+ here, torch"),

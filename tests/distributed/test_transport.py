@@ -31,7 +31,7 @@ def test_what_was_agreed_on_is_forgotten_alike(rank: int) -> None:
 
 
 @on_ranks(3)
-def test_what_was_transferred_is_erased_from_the_lanes_once_it_is_waited_for(rank: int) -> None:
+def test_transferred_tensors_are_erased_after_their_wait(rank: int) -> None:
     """Recorded as (data pointer of the storage, number of HCCL lane streams)."""
     link, erased = new_link(), list[tuple[int, int]]()
     assert link.lane_streams is None, "gloo has none"

@@ -50,7 +50,7 @@ def simulated_rows() -> list[list[str]]:
     return [row.replace("**", "").split(" | ") for row in rows]
 
 
-def test_the_pages_have_the_figures_that_the_page_says_they_quote() -> None:
+def test_quoted_figures_are_the_measured_ones() -> None:
     assert len(figures()) > 25
     for figure, meaning, _, command, where in figures():
         assert command == "the same" or _COMMAND.match(command), command

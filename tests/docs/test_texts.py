@@ -84,7 +84,7 @@ def test_commands_are_understood_paths_exist_and_lines_fit(file: Path, only_pars
         assert any(re.search(rf"def test_\w*{word}", at.read_text("utf-8")) for at in files), word
 
 
-def test_every_option_of_the_launch_is_explained_or_listed_as_refused() -> None:
+def test_every_launch_option_is_explained_or_refused() -> None:
     options, limits, chinese = (
         (ROOT / "docs" / page).read_text("utf-8").replace("\n", " ")
         for page in ("options.md", "limits.md", "options_zh.md")

@@ -68,7 +68,7 @@ class Asked:
         return [call for call in self.calls if call[0] in methods]
 
 
-def test_links_are_set_forms_checked_and_timed_in_shuffled_rounds(monkeypatch) -> None:
+def test_forms_are_checked_and_timed_in_shuffled_rounds(monkeypatch) -> None:
     monkeypatch.setattr(rounds.os, "cpu_count", lambda: 2)
     asked, scale = Asked(), scale_of("llama3_8b", 2)
     rows = time_forms(asked, scale, "mlp", 0.5, ["ours-c4", "auto", "fb-overlap"], 5)
@@ -144,7 +144,7 @@ def test_the_command_prints_a_table_per_ratio(tmp_path: Path, capsys, monkeypatc
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--works mlp,mpl", "'mpl' is unknown; choose from mlp, layers, micro-batches; did you"),
+        ("--works mlp,mpl", "'mpl' is unknown; choose from mlp, layers, micro-batches, recomputed"),
         ("--ratios nan", "--ratios: 'nan': ratios are numbers from 0 to 100"),
         ("--config no_such", "'no_such' is neither a file nor one of"),
     ],

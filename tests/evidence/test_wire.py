@@ -24,7 +24,7 @@ def _rate(of: socket.socket) -> int:
     return int.from_bytes(of.getsockopt(socket.SOL_SOCKET, 47, 8), sys.byteorder)
 
 
-def test_only_connected_sockets_get_a_rate_of_more_than_32_bits_and_lose_it_again(
+def test_only_connected_sockets_are_paced(
     connection,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.socketpair()[0]:

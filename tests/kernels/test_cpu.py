@@ -12,7 +12,7 @@ from tests.kernels.attention_lines import CASES, MASKED, Case, assert_close, by_
 
 
 @pytest.mark.parametrize("case", CASES + MASKED, ids=str)
-def test_attention_by_chunks_is_attention_over_the_whole_sequence(case: Case) -> None:
+def test_attention_by_chunks_equals_whole_attention(case: Case) -> None:
     assert_close(by_chunks(cpu, case), unfused(case), case.dtype)
 
 

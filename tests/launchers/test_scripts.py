@@ -138,7 +138,7 @@ def llm(tmp_path: Path) -> dict[str, str]:
     return {"PATH": path, "MINDSPEED_LLM_HOME": str(tmp_path / "Mind Speed"), **FILES}
 
 
-def test_what_is_printed_is_what_is_run_with_its_exit_code_and_a_log(llm, tmp_path) -> None:
+def test_the_printed_command_is_run_and_logged(llm, tmp_path) -> None:
     words = "llama3_8b", "--tensorboard-dir", 'a "b"'
     llm |= {"CKPT_SAVE_DIR": "/save here", "HCCL_EXEC_TIMEOUT": "60", "PYTHONPATH": "/other"}
     done = launch(*words, **llm)

@@ -110,7 +110,7 @@ def test_torch_npu_is_left_out_beside_a_torch_with_cuda(machine: Machine) -> Non
     assert "torch_npu cannot be loaded beside a torch with CUDA.\nNo " in stderr
 
 
-def test_stand_ins_for_cann_are_written_again_for_another_torch_npu(machine: Machine) -> None:
+def test_cann_stand_ins_are_written_anew_for_another_torch_npu(machine: Machine) -> None:
     installed = Path(f"{machine.venv}-npu") / ".installed-npu"
     for fail, changed, expected in (
         ("cann_stubs", False, 1),

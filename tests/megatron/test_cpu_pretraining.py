@@ -194,7 +194,7 @@ def test_the_verdict_sees_one_bit(form: str, changed: Any) -> None:
     assert lines[1:5] == hashes
 
 
-def test_a_difference_of_times_has_a_range_and_ten_iterations_behind_it() -> None:
+def test_a_time_difference_has_a_range_of_ten_iterations() -> None:
     def said(fast: float, counted: int) -> list[str]:
         """The report on times from ``fast`` ms on, against times from 20 ms on."""
         slow, other = (of_times(9, 9, 9, *range(at, at + counted)) for at in (20, fast))

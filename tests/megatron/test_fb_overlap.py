@@ -104,7 +104,7 @@ def test_weights_of_megatrons_own_order(ranks: Any, case: Case) -> None:
 
 
 @pytest.mark.parametrize(("overlapped", "pairs"), [(1.5, 5 * 3), (2.5, 0)])
-def test_it_says_what_it_does_and_is_off_on_all_ranks_where_it_is_slower(
+def test_overlap_is_off_on_all_ranks_where_it_is_slower(
     ranks: Any, overlapped: float, pairs: int
 ) -> None:
     """The 3rd, 5th and 7th of nine steps, in Megatron's order, take 2 s; the others on rank 1

@@ -144,7 +144,7 @@ def test_another_number_of_layers_is_refused(ranks: Any) -> None:
         assert "the same checkpoint 3" in error
 
 
-def test_checkpoints_are_told_apart_by_their_layers_not_by_their_tensors() -> None:
+def test_checkpoints_are_told_apart_by_their_layers() -> None:
     def custom(start: int, end: int, mask: torch.Tensor, block: torch.nn.Module) -> Any:
         return lambda x: block(x[start:end] + mask)
 

@@ -73,7 +73,7 @@ def test_reasons_of_a_layer(rank: int) -> None:
         said(good, qkv="OwnQkv makes q, k and v in its own way")
 
 
-def test_attention_is_not_deferred_to_a_projection_of_another_class() -> None:
+def test_attention_before_an_unknown_projection_is_not_deferred() -> None:
     q, linears = torch.ones(2, 1, 1, 4), LinearWrappers()
     layer = SimpleNamespace(
         core_attention=SimpleNamespace(forward=lambda q, *_: q),

@@ -128,7 +128,7 @@ def test_checks_of_megatrons_forward_stay(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_the_lines_of_the_page_fuse_a_model_over_lanes_that_have_to_exist(rank: int) -> None:
+def test_the_lines_of_the_page_fuse_a_model(rank: int) -> None:
     from megatron.core import parallel_state
 
     (lines,) = (block for block in blocks("docs/megatron.md") if "LinearWrappers" in block)

@@ -5,6 +5,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from commfuse_npu.ops import Documents, LinearOptions
 from commfuse_npu.ops.attention_runs import options_for_attention
@@ -42,7 +43,7 @@ def test_attention_takes_causal_blocks_in_their_order(rank: int) -> None:
     """Unless the dgrad of the projection comes first, which costs the same for every block."""
     begun: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        note = lambda _, program, *__: begun.append(program.rule[1].causal)  # noqa: E731
+        note = lambda _, rule, name, like, schedule, *__: begun.append(schedule.causal)  # noqa: E731
         watch_calls(patch, Transport, "begin", note)
         for (mask, causal), op in product(CAUSAL.items(), ATTENTION):
             begun.clear()
@@ -53,6 +54,14 @@ def test_attention_takes_causal_blocks_in_their_order(rank: int) -> None:
 def test_four_chunks_replace_tuning() -> None:
     options = options_for_attention(LinearOptions(Schedule(chunks=2), tuning=Tuning()), False)
     assert (options.schedule.chunks, options.tuning) == (4, None)
+
+
+def test_documents_from_cumulative_lengths_have_the_same_pieces() -> None:
+    given = Documents([5, 6, 12], 12)
+    documents = Documents.from_cu_seqlens(torch.tensor([0, 5, 6, 12], dtype=torch.int32), 12)
+    assert documents.pieces(slice(2, 8)) == given.pieces(slice(2, 8))
+    with pytest.raises(ValueError, match="begins with 5; it has to begin with 0"):
+        Documents.from_cu_seqlens(torch.tensor([5, 6, 12]), 12)
 
 
 def test_no_piece_of_a_document_is_empty() -> None:

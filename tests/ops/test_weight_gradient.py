@@ -28,7 +28,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
         (BF16, FP32, 0, None),
     ],
 )
-def test_what_was_handed_in_is_used_where_it_fits_and_until_it_is_taken_back(
+def test_a_given_tuning_is_used_until_it_is_taken_back(
     factors: torch.dtype, total: torch.dtype, strided: int | None, used: str | None
 ) -> None:
     generator, calls = torch.Generator().manual_seed(3), list[str]()

@@ -460,7 +460,7 @@ def test_weights_that_autocast_casts_once_are_cast_once(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_saved_tensors_of_a_recomputation_go_through_the_callers_hooks(rank: int) -> None:
+def test_a_recomputation_uses_the_callers_saved_tensor_hooks(rank: int) -> None:
     if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
         pytest.skip("before torch 2.8 the hooks of a thread cannot be read")
     linear, packed = torch.nn.Linear(4, 4), list[bool]()

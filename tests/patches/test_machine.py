@@ -64,7 +64,7 @@ def obstacle(wrappers: LinearWrappers, rows: int) -> str | None:
         (A2, 8, "--commfuse-chunks 2", 4096, 0, 1734),
     ],
 )
-def test_few_rows_and_many_outputs_stay_megatrons_on_a_described_npu(
+def test_layers_of_few_rows_stay_megatrons_on_a_described_npu(
     opened, name, tp, options, hidden, least, collectives
 ) -> None:
     wrappers = opened(name, tp, options, hidden_size=hidden)

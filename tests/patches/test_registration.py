@@ -101,7 +101,7 @@ def test_versions_that_nothing_can_be_added_to_are_refused(command, tmp_path, mo
         registration.install()
 
 
-def test_a_missing_mindspeed_is_named_and_what_it_misses_reported(tmp_path, monkeypatch) -> None:
+def test_a_missing_mindspeed_is_named(tmp_path, monkeypatch) -> None:
     forget()
     if importlib.util.find_spec("mindspeed") is not None:
         pytest.skip("MindSpeed is installed here")

@@ -40,20 +40,20 @@ MADE, USED = ["make", "send block"], ["use", "wait block"]
         ("made", True, True, [*MADE * 2, "make", "wgrad", *USED * 2, "use"]),
     ],
 )
-def test_blocks_are_sent_as_they_are_made_and_used_as_they_arrive(
+def test_blocks_are_sent_when_made_and_used_on_arrival(
     blocks: Blocks, uses: bool, wgrad: bool, order: list[str]
 ) -> None:
     spec = RankSpec(Schedule(), 0, 3, batched=True)
-    actual = order_of(rules.exchange(spec, 6, 4, blocks, uses, False, wgrad))
+    actual = order_of(rules.ExchangeBlocks(6, 4, blocks, uses, False, wgrad).program(spec))
     assert actual == order
 
 
 def test_receives_come_first_where_they_are_posted_by_themselves() -> None:
     spec = RankSpec(Schedule(chunks=2), 1, 4, batched=False)
-    program = rules.gemm_scatter(spec, 8, 16, 32)
+    program = rules.GemmScatter(8, 16, 32).program(spec)
     first_send = next(n for n, post in enumerate(program.posts) if post.send is not None)
     assert first_send == 2 * 3, "all receives have memory of their own"
-    program = rules.gemm_scatter(spec._replace(schedule=Schedule(chunks=4)), 8, 16, 32)
+    program = rules.GemmScatter(8, 16, 32).program(spec._replace(schedule=Schedule(chunks=4)))
     first_send = next(n for n, post in enumerate(program.posts) if post.send is not None)
     assert first_send == 2 * 3, "two groups are under way; the others wait for their memory"
 
@@ -62,20 +62,20 @@ def test_scratch_of_two_groups_is_used_again() -> None:
     elements = []
     for chunks in (2, 4):
         spec = RankSpec(Schedule(chunks=chunks), 3, 8, batched=True)
-        elements.append(sum(rules.gemm_scatter(spec, 64, 128, 4096).regions.values()))
+        elements.append(sum(rules.GemmScatter(64, 128, 4096).program(spec).regions.values()))
     assert elements[1] == elements[0] // 2
 
 
 def test_a_stream_waits_for_a_post_once() -> None:
     """Waiting for the receive of a batch completes its send."""
-    program = rules.gather_gemm(RankSpec(Schedule(chunks=2), 0, 2, True), 4, 8, 8, 0)
+    program = rules.GatherGemm(4, 8, 8).program(RankSpec(Schedule(chunks=2), 0, 2, True))
     assert list(program.awaited.values()) == [{0: ("receive", 0)}, {1: ("receive", 1)}, {}]
 
 
 def test_a_program_reads_as_text() -> None:
-    text = str(rules.gemm_scatter(RankSpec(Schedule(), 0, 2, True), 4, 8, 8))
+    text = str(rules.GemmScatter(4, 8, 8).program(RankSpec(Schedule(), 0, 2, True)))
     assert text.splitlines() == [
-        "gemm_scatter, rank 0 of 2",
+        "GemmScatter(rows=4, inputs=8, outputs=8), rank 0 of 2",
         "   0  product 0[4:8] = gemm(a[4:8], weight[0:8, 0:8])",
         "   1  post step 0, lane 0: partial for 1 -> rank 1, partial for 0 <- rank 1",
         "   2  product 0[0:4] = gemm(a[0:4], weight[0:8, 0:8])",
@@ -87,18 +87,14 @@ def test_a_program_reads_as_text() -> None:
 
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("bucket_gather", (4099,)),
-        ("bucket_scatter", (4099, 1, 2)),
-        ("produce_scatter", (67, 3)),
-    ],
+    "rule",
+    [rules.BucketGather(4099), rules.BucketScatter(4099, 1, 2), rules.ProduceScatter(67, 3)],
 )
-def test_compiling_takes_work_in_proportion_to_the_transfers(name, arguments, batched) -> None:
+def test_compiling_takes_work_in_proportion_to_the_transfers(rule, batched) -> None:
     """Counts function calls; compiling a shape for hundreds of ranks once took seconds."""
     counts = []
     for size in (16, 128):
         spec, profile = RankSpec(Schedule(chunks=4, lanes=7), 1, size, batched), Profile()
-        profile.runcall(rules.RULES[name], spec, *arguments)
+        profile.runcall(rule.program, spec)
         counts.append(sum(entry.callcount for entry in profile.getstats()))
     assert counts[1] < 12 * counts[0]

@@ -77,7 +77,7 @@ def test_plan_and_proof_need_no_torch() -> None:
         "from commfuse_npu.plan import RankSpec, Schedule, rules\n"
         "from commfuse_npu.proof import verify\n"
         "specs = [RankSpec(Schedule(), rank, 2, True) for rank in range(2)]\n"
-        "programs = [rules.gemm_scatter(spec, 4, 4, 4) for spec in specs]\n"
+        "programs = [rules.GemmScatter(4, 4, 4).program(spec) for spec in specs]\n"
         "assert not verify.counter_examples(programs)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -86,14 +86,14 @@ def test_plan_and_proof_need_no_torch() -> None:
 def test_from_three_ranks_on_a_chunk_is_one_collective() -> None:
     assert [default_shape(size) for size in (2, 3, 8)] == ["shifted", "collective", "collective"]
     spec = RankSpec(Schedule(default_shape(4), chunks=2), 1, 4, True)
-    program = rules.gather_gemm(spec, 4, 2, 3, 0)
+    program = rules.GatherGemm(4, 2, 3).program(spec)
     assert (program.count(Post), program.count(Collective), program.lanes) == (0, 2, 1)
 
 
 def test_what_is_no_linear_layer_goes_by_batches() -> None:
     spec = RankSpec(Schedule("collective"), 0, 2, True)
     with pytest.raises(PlanError, match="for tensor-parallel linear layers only; choose shifted"):
-        rules.produce_scatter(spec, 4, 2)
+        rules.ProduceScatter(4, 2).program(spec)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,14 @@ from commfuse_npu.plan.instructions import (
     WaitEvent,
 )
 from commfuse_npu.plan.program import Program
+from commfuse_npu.plan.rules import (
+    BucketScatter,
+    ColumnBackward,
+    GatherGemm,
+    GatherUse,
+    GemmScatter,
+    Rule,
+)
 from commfuse_npu.proof.cases import Case
 from commfuse_npu.proof.verify import counter_examples
 
@@ -28,21 +36,21 @@ Fault = Callable[[Code], object]
 
 
 def group(
-    rule: str, *given: object, size: int = 3, lanes: int = 2, chunks: int = 1, batched: bool = True
+    rule: Rule, *, size: int = 3, lanes: int = 2, chunks: int = 1, batched: bool = True
 ) -> Group:
-    return Case(rule, given, Schedule(lanes=lanes, chunks=chunks), size, batched).programs()
+    return Case(rule, Schedule(lanes=lanes, chunks=chunks), size, batched).programs()
 
 
 def gather(**options: Any) -> Group:
-    return group("gather_gemm", 2, 2, 3, 0, **options)
+    return group(GatherGemm(2, 2, 3), **options)
 
 
-def together(rule: str, *given: object) -> Group:
-    return Case(rule, given, Schedule("collective", chunks=2), 3, True).programs()
+def together(rule: Rule) -> Group:
+    return Case(rule, Schedule("collective", chunks=2), 3, True).programs()
 
 
 def scatter(**options: Any) -> Group:
-    return group("gemm_scatter", 2, 2, 4, **options)
+    return group(GemmScatter(2, 2, 4), **options)
 
 
 def changed(programs: Group, rank: int, fault: Fault) -> Group:
@@ -114,7 +122,7 @@ def added_too_late(code: Code) -> None:
     del code[add - 1 : add + 1]
 
 
-USED = ("gather_use", 2, 2, False)
+USED = GatherUse(2, 2)
 
 FAULTS: dict[str, tuple[Group, Fault, str]] = {
     # Pairing and order.
@@ -138,7 +146,7 @@ FAULTS: dict[str, tuple[Group, Fault, str]] = {
     ),
     # Memory.
     "sums in a message": (
-        group("bucket_scatter", 2, 1, 1), posts(send={"buffer": "total", "start": 0, "stop": 2}),
+        group(BucketScatter(2, 1, 1)), posts(send={"buffer": "total", "start": 0, "stop": 2}),
         "has the dtype of sums",
     ),
     "memory used again while it is sent": (
@@ -149,11 +157,11 @@ FAULTS: dict[str, tuple[Group, Fault, str]] = {
         scatter(chunks=4), move(WaitEvent, 0, Compute, 2), "it races with rank 0, instruct",
     ),
     "the side stream before the rest of the device": (
-        group("column_backward", 2, 2, 3, True, True), drop(WaitEvent),
+        group(ColumnBackward(2, 2, 3, True, True)), drop(WaitEvent),
         "the side stream does not wait for what came before",
     ),
     "a read of what the other stream writes": (
-        group("gather_gemm", 4, 2, 3, 2, chunks=2), drop(WaitEvent, -1),
+        group(GatherGemm(4, 2, 3, 2), chunks=2), drop(WaitEvent, -1),
         r"wgrad.* it races with rank 0, instruction 18 \(aside: whole",
     ),
     "an end before the side stream's": (
@@ -164,7 +172,7 @@ FAULTS: dict[str, tuple[Group, Fault, str]] = {
     ),
     "an unknown buffer": (gather(), posts(send={"buffer": "y"}), "y is neither a buffer of"),
     "a sum over one of its parts": (
-        group("bucket_scatter", 4, 1, 1),
+        group(BucketScatter(4, 1, 1)),
         change(Add, 1, out=lambda span: span._replace(stop=3)),
         "it writes over what it reads",
     ),
@@ -187,17 +195,17 @@ FAULTS: dict[str, tuple[Group, Fault, str]] = {
         "the columns of its matrices do not fit$",  # and nothing about the ranks that wait for it
     ),
     "a run of other rows": (
-        group(*USED), change(Compute, 1, run=lambda run: slice(2, 4)),
+        group(USED), change(Compute, 1, run=lambda run: slice(2, 4)),
         r"call 1 of use is for rows 2:4 with shard\[0:2, .* has to be for rows 4:6 with shard",
     ),
     # Collectives.
     "a collective in another order": (
-        together("gather_gemm", 2, 2, 3, 0),
+        together(GatherGemm(2, 2, 3)),
         change(Collective, sends=lambda all_of: all_of[::-1]),
         r"of all ranks in their order, not to \[2, 1, 0\] and from \[0, 1, 2\]",
     ),
     "blocks of different lengths": (
-        together("gemm_scatter", 2, 2, 4),
+        together(GemmScatter(2, 2, 4)),
         change(Collective, source=lambda span: span._replace(stop=span.stop - 1)),
         "its rows are not 3 equal blocks",
     ),

@@ -10,7 +10,7 @@ import pytest
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Post, Wait
-from commfuse_npu.plan.rules import RULES
+from commfuse_npu.plan.rules import BucketGather, BucketScatter, ColumnBackward, GatherUse, Rule
 from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.proof import verify_log
 from commfuse_npu.runtime.order_log import VERSION
@@ -20,7 +20,7 @@ Events = list[Any]
 
 PROGRAM: dict[str, Any] = {
     "name": "op",
-    "rule": "bucket_gather",
+    "rule": "BucketGather",
     "schedule": {"shape": "shifted", "lanes": 2, "chunks": 1},
     "arguments": [4],
     "dtype": "torch.float32",
@@ -82,7 +82,7 @@ def judged(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
         ([HEADER, TRANSPORT, ["issue", 0, 0, {"name": "all"}]], "line 3: KeyError: 'kind'"),
         ([HEADER, BEGIN], "line 2: KeyError: 0"),
         ([HEADER, TRANSPORT, begin(schedule={"lanes": 0})], "line 3: PlanError: lanes is 0; it mu"),
-        ([HEADER, TRANSPORT, begin(arguments=[4, 1])], "TypeError: buck"),
+        ([HEADER, TRANSPORT, begin(arguments=[4, 1])], "TypeError: BucketGather"),
         ([HEADER, TRANSPORT, ["at", 3, 0]], "line 3: .*nothing is under way in slot 3"),
         ([HEADER, TRANSPORT, BEGIN, ["await", 0]], "line 4: .*under way in slot 0 that can await"),
         ([HEADER, END, END], "line 3: .*a line after the end"),
@@ -122,17 +122,18 @@ def two_ranks(folder: Path, *of_ranks: Events, batched: bool = True) -> None:
         write(folder, ["log", VERSION, rank, 2], *groups, *lines, rank=rank)
 
 
-def steps(slot: int, rule: str, *arguments: Any, batched: bool) -> tuple[Events, Events, Events]:
+def steps(slot: int, rule: Rule, batched: bool) -> tuple[Events, Events, Events]:
     """The events of a program of three chunks: its begin, those up to its ``AheadEnd``, the rest.
 
     They are the same on both ranks.
     """
     schedule = {"shape": "shifted", "lanes": 1, "chunks": 3}
-    program = RULES[rule](RankSpec(Schedule(**schedule), 0, 2, batched), *arguments)
+    program = rule.program(RankSpec(Schedule(**schedule), 0, 2, batched))
     places = [at for at, step in enumerate(program.code) if isinstance(step, Post | Wait)]
     events = [["at", slot, at] for at in places]
     ahead = sum(at < program.ahead_end for at in places)
-    begun = begin(slot, rule=rule, arguments=arguments, schedule=schedule)
+    arguments = list(vars(rule).values())
+    begun = begin(slot, rule=type(rule).__name__, arguments=arguments, schedule=schedule)
     return [begun], events[:ahead], [*events[ahead:], ["finish", slot]]
 
 
@@ -215,14 +216,14 @@ def test_what_two_ranks_did_is_judged(folder: Path, judged: Any, number: int) ->
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_programs_under_way_at_once(folder: Path, judged: Any, batched: bool) -> None:
-    def programs(rule: str, *arguments: Any) -> list[tuple[Events, Events, Events]]:
-        return [steps(slot, rule, *arguments, batched=batched) for slot in range(2)]
+    def programs(rule: Rule) -> list[tuple[Events, Events, Events]]:
+        return [steps(slot, rule, batched) for slot in range(2)]
 
     # Memory for one piece of three.
-    (a, a_ahead, a_rest), (b, b_ahead, b_rest) = programs("bucket_scatter", 6, 1, 1)
-    (g, *gathered), (h, *other) = programs("bucket_gather", 6)
-    (column, ahead, behind), _ = programs("column_backward", 8, 4, 4, True, True)
-    use = [event for part in steps(2, "gather_use", 8, 4, False, batched=batched) for event in part]
+    (a, a_ahead, a_rest), (b, b_ahead, b_rest) = programs(BucketScatter(6, 1, 1))
+    (g, *gathered), (h, *other) = programs(BucketGather(6))
+    (column, ahead, behind), _ = programs(ColumnBackward(8, 4, 4, True, True))
+    use = [event for part in steps(2, GatherUse(8, 4), batched) for event in part]
     late = [*a, *a_ahead, *b, *b_ahead, *a_rest, *use, *b_rest]
     early = [*a, *a_ahead, *a_rest, *b, *b_ahead, *use, *b_rest]
     reversed_ = [*a, *b, *b_ahead, *b_rest, *a_ahead, *a_rest]

@@ -26,7 +26,13 @@ from commfuse_npu.plan.instructions import (
     accesses,
 )
 from commfuse_npu.plan.program import Program
-from commfuse_npu.plan.rules import RULES
+from commfuse_npu.plan.rules import (
+    ColumnBackward,
+    GatherGemm,
+    GemmScatter,
+    ProduceScatter,
+    forget_programs,
+)
 from commfuse_npu.plan.rules.pieces import gather_pieces, scatter_pieces
 from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.proof.cases import CHUNKS, Case, cases
@@ -60,7 +66,7 @@ def test_every_rule_holds(tmp_path: Path, size: int, chunks: Sequence[int]) -> N
                 if isinstance(step, Post | Collective | Wait):
                     entry("at", at)
             entry("finish")
-        RULES[case.rule].cache_clear()
+        forget_programs()
     for log in logs:
         log.close()
     verdict = verify_logs([tmp_path])
@@ -68,11 +74,11 @@ def test_every_rule_holds(tmp_path: Path, size: int, chunks: Sequence[int]) -> N
 
 
 def test_slots_that_share_elements_are_refuted(monkeypatch) -> None:
-    RULES["gemm_scatter"].cache_clear()
+    forget_programs()
     monkeypatch.setattr(program_module, "aligned", lambda elements: 0)
-    faults = counter_examples(group("gemm_scatter", 2, 2, 4))
+    faults = counter_examples(group(GemmScatter(2, 2, 4)))
     assert faults[0] == "rank 0: the memory of slab 0 and of made 0 overlaps"
-    RULES["gemm_scatter"].cache_clear()
+    forget_programs()
 
 
 # ---------------------------------------------------------------------- how much is computed
@@ -90,22 +96,19 @@ def test_pieces_that_are_there_together_are_one_gemm(size: int, chunks: int) -> 
     spec = RankSpec(schedule, inner, size, True)
     sides = 1 if size == 2 else 2
 
-    def of(rule: str, *given: object) -> Program:
-        return RULES[rule](spec, *given)
-
-    gathered = of("gather_gemm", 8, 2, 3, 0)
+    gathered = GatherGemm(8, 2, 3).program(spec)
     pieces = gather_pieces(spec, 8)
     assert counts(gathered)[0] == len(pieces) == (1 + sides if chunks == 1 else 1 + chunks)
     assert counts(gathered)[2] == (0 if chunks == 1 or size == 2 else sides * chunks)
     assert pieces[0] == (slice(8 * inner, 8 * inner + 8),)
-    scattered = of("gemm_scatter", 8, 2, 8)
+    scattered = GemmScatter(8, 2, 8).program(spec)
     assert counts(scattered) == (chunks + sides, chunks, 0)
     assert counts(scattered)[0] == len(scatter_pieces(spec, 8, 8))
-    backward = of("column_backward", 8, 8, 3, True, True)
+    backward = ColumnBackward(8, 8, 3, True, True).program(spec)
     assert counts(backward) == (chunks, chunks, 1)
     assert backward.count(Compute, "wgrad") == 1
     # Blocks that are produced one by one are produced once per transfer, and the own block once.
-    produced = of("produce_scatter", 8, 2)
+    produced = ProduceScatter(8, 2).program(spec)
     assert produced.count(Compute, "make") == (size - 1) * chunks + 1
     # With more than two chunks there is an intermediate sum.
     assert counts(produced)[1] == (chunks if chunks <= 2 else chunks + 1)

@@ -31,7 +31,7 @@ def rows(options: Options, *fields: str) -> list[tuple[np.ndarray, ...]]:
     return [tuple(dataset.get(at).copy() for dataset in sets) for at in range(len(sets[0]))]
 
 
-def test_rows_end_before_the_sequence_and_tokens_are_in_the_tokenizer(tmp_path: Path) -> None:
+def test_rows_are_shorter_than_the_sequence(tmp_path: Path) -> None:
     options = replaced(LAUNCH, tmp_path)
     samples = rows(options)
     assert len(samples) == 64

@@ -73,7 +73,7 @@ def erased(monkeypatch) -> list[tuple[Any, Any]]:
     return calls
 
 
-def test_tensors_are_erased_from_the_streams_of_the_lanes_that_are_used(erased) -> None:
+def test_tensors_are_erased_from_the_streams_of_used_lanes(erased) -> None:
     streams = LaneStreams.of([lane(5), lane(7), lane(9)], NPU)
     assert streams is not None
     x, y = torch.ones(1), torch.ones(2)

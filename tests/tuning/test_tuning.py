@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from commfuse_npu import tuning
 from commfuse_npu.plan import Schedule
-from commfuse_npu.proof.cases import Case, arguments
+from commfuse_npu.plan.rules import GatherGemm, GemmScatter
+from commfuse_npu.proof.cases import Case
 from commfuse_npu.proof.verify import counter_examples
 from commfuse_npu.tuning import candidates, fastest
 
@@ -33,8 +34,8 @@ def test_all_are_plans_that_hold_within_the_lanes_that_there_are(schedule: Sched
         assert candidate.lanes <= schedule.lanes
         assert candidate.node_size == schedule.node_size
         assert candidate.shape in (schedule.shape, "collective")
-        for rule in ("gather_gemm", "gemm_scatter"):
-            programs = Case(rule, arguments(rule, 7, 4)[0], candidate, 4, True).programs()
+        for rule in (GatherGemm(7, 2, 3), GemmScatter(2, 3, 7)):
+            programs = Case(rule, candidate, 4, True).programs()
             assert not counter_examples(programs)
 
 
@@ -63,7 +64,7 @@ def test_the_fastest_wins_or_a_simpler_one_that_is_as_fast(seconds: list[float])
     assert all(earlier > best * 1.005 for earlier in seconds[: int(chosen)])
 
 
-def test_the_slower_half_is_not_run_again_and_every_round_has_its_order() -> None:
+def test_the_slower_half_is_not_run_again() -> None:
     orders: list[list[str]] = []
     seconds = dict(zip("abcdefgh", [5.0, 1.0, 4.0, 2.0, 3.0, 7.0, 6.0, 8.0], strict=True))
 
@@ -101,7 +102,7 @@ def test_what_is_usual_is_not_overruled_by_less_than_the_spread() -> None:
         (json.dumps({"question": QUESTION}).encode(), "KeyError"),
     ],
 )
-def test_an_answer_is_found_again_and_anything_else_passed_over_with_a_warning(
+def test_a_tuning_file_with_other_content_is_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes, why: str
 ) -> None:
     file = tuning._file(tmp_path / "a folder, ünmade", QUESTION)

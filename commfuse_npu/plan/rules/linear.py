@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from commfuse_npu.plan.builder import Builder
@@ -18,16 +19,15 @@ from commfuse_npu.plan.rules.pieces import (
 )
 from commfuse_npu.plan.rules.product import Product
 from commfuse_npu.plan.rules.rule import IN_FLIGHT, Carrier, Rule
-from commfuse_npu.plan.schedule import RankSpec
 
-__all__ = ["column_backward", "gather_gemm", "gemm_scatter"]
+__all__ = ["ColumnBackward", "GatherGemm", "GemmScatter"]
 
 _AHEAD = 8
 """Most transfers posted before the first work; a limit, because each post takes host time."""
 
 
-@Rule
-def gather_gemm(spec: RankSpec, rows: int, inputs: int, outputs: int, other: int) -> Builder:
+@dataclass(frozen=True)
+class GatherGemm(Rule):
     """Gather ``shard`` and multiply it by ``weight``; optionally use it for a weight gradient.
 
     Args:
@@ -43,87 +43,99 @@ def gather_gemm(spec: RankSpec, rows: int, inputs: int, outputs: int, other: int
     two GEMMs.  Chunk j + 1 is posted before the work on chunk j, so that the host does not delay
     the work.
     """
-    b = Builder(spec)
-    runs = b.runs(rows)
-    n = spec.size
-    r = spec.rank
-    own = block_of(r, rows)
-    peers = peers_of(spec)
-    chunks = len(runs)
-    # A chunk of several blocks is not one run of rows in the whole matrix.
-    in_place = chunks == 1 or (b.peers <= 1 and not b.as_collective)
-    stacked = b.size if b.as_collective else b.peers
-    if in_place or other:
-        b.scratch("whole", n * rows, inputs)
-    if not in_place:
+
+    rows: int
+    inputs: int
+    outputs: int = 0
+    other: int = 0
+
+    def build(self, b: Builder) -> None:
+        rows = self.rows
+        inputs = self.inputs
+        outputs = self.outputs
+        other = self.other
+        runs = b.runs(rows)
+        n = b.size
+        r = b.rank
+        own = block_of(r, rows)
+        peers = peers_of(b.spec)
+        chunks = len(runs)
+        # A chunk of several blocks is not one run of rows in the whole matrix.
+        in_place = chunks == 1 or (b.peers <= 1 and not b.as_collective)
+        stacked = b.size if b.as_collective else b.peers
+        if in_place or other:
+            b.scratch("whole", n * rows, inputs)
+        if not in_place:
+            for j, run in enumerate(runs):
+                b.scratch(f"staged {j}", stacked * (run.stop - run.start), inputs)
+        transfers = 1 if b.as_collective else max(1, b.peers)
+        ahead = max(1, _AHEAD // transfers) if b.spec.batched else chunks
+
+        def post(j: int) -> None:
+            if j >= chunks:
+                return
+            sent = rows_of("shard", runs[j])
+            length = runs[j].stop - runs[j].start
+            if b.as_collective:
+                out = Span("whole" if in_place else f"staged {j}", 0, n * length)
+                b.collective("all_gather", sent, out, "block {source}", j, chunks)
+                return
+            for hop in b.hops("first"):
+                into = rows_of("whole", inside(hop.source, rows, runs[j]))
+                if not in_place:
+                    into = rows_of(f"staged {j}", block_of(peers.index(hop.source), length))
+                b.post(hop, sent, into, "block {source}", j, chunks)
+
+        for j in range(ahead):
+            post(j)
+
+        def gemm(out: Span, piece: Span) -> None:
+            if outputs:
+                b.compute("gemm", [out], [piece, Span("weight", 0, inputs)])
+
+        gemm(rows_of("out", own), Span("shard", 0, rows))
+        if ahead < 2:
+            post(1)
+        if other and not (b.as_collective and in_place):
+            b.copy(rows_of("whole", own), Span("shard", 0, rows), on_side_stream=True)
         for j, run in enumerate(runs):
-            b.scratch(f"staged {j}", stacked * (run.stop - run.start), inputs)
-    transfers = 1 if b.as_collective else max(1, b.peers)
-    ahead = max(1, _AHEAD // transfers) if spec.batched else chunks
-
-    def post(j: int) -> None:
-        if j >= chunks:
-            return
-        sent = rows_of("shard", runs[j])
-        length = runs[j].stop - runs[j].start
-        if b.as_collective:
-            out = Span("whole" if in_place else f"staged {j}", 0, n * length)
-            b.collective("all_gather", sent, out, "block {source}", j, chunks)
-            return
-        for hop in b.hops("first"):
-            into = rows_of("whole", inside(hop.source, rows, runs[j]))
-            if not in_place:
-                into = rows_of(f"staged {j}", block_of(peers.index(hop.source), length))
-            b.post(hop, sent, into, "block {source}", j, chunks)
-
-    for j in range(ahead):
-        post(j)
-
-    def gemm(out: Span, piece: Span) -> None:
-        if outputs:
-            b.compute("gemm", [out], [piece, Span("weight", 0, inputs)])
-
-    gemm(rows_of("out", own), Span("shard", 0, rows))
-    if ahead < 2:
-        post(1)
-    if other and not (b.as_collective and in_place):
-        b.copy(rows_of("whole", own), Span("shard", 0, rows), on_side_stream=True)
-    for j, run in enumerate(runs):
-        if j + 1 >= max(2, ahead):
-            post(j + 1)
-        length = run.stop - run.start
-        if in_place:
-            for side in sides_of(spec):
-                section = slice(side[0] * rows + run.start, side[-1] * rows + run.stop)
-                gemm(rows_of("out", section), rows_of("whole", section))
-            continue
-        staged = f"staged {j}"
-        result = f"result {j}"
+            if j + 1 >= max(2, ahead):
+                post(j + 1)
+            length = run.stop - run.start
+            if in_place:
+                for side in sides_of(b.spec):
+                    section = slice(side[0] * rows + run.start, side[-1] * rows + run.stop)
+                    gemm(rows_of("out", section), rows_of("whole", section))
+                continue
+            staged = f"staged {j}"
+            result = f"result {j}"
+            if other:
+                _spread(b, "whole", staged, run, rows, on_side_stream=True)
+            if outputs:
+                b.scratch(result, stacked * length, outputs, slot=f"result {j % 2}")
+            pieces = [slice(0, b.peers * length)]
+            if b.as_collective:
+                pieces = [
+                    slice(side[0] * length, (side[-1] + 1) * length) for side in sides_of(b.spec)
+                ]
+            for piece in pieces:
+                gemm(rows_of(result, piece), rows_of(staged, piece))
+            if outputs:
+                _spread(b, "out", result, run, rows, on_side_stream=j < chunks - 1)
         if other:
-            _spread(b, "whole", staged, run, rows, on_side_stream=True)
-        if outputs:
-            b.scratch(result, stacked * length, outputs, slot=f"result {j % 2}")
-        pieces = [slice(0, b.peers * length)]
-        if b.as_collective:
-            pieces = [slice(side[0] * length, (side[-1] + 1) * length) for side in sides_of(spec)]
-        for piece in pieces:
-            gemm(rows_of(result, piece), rows_of(staged, piece))
-        if outputs:
-            _spread(b, "out", result, run, rows, on_side_stream=j < chunks - 1)
-    if other:
-        b.compute("wgrad", [], [Span("whole", 0, n * rows), Span("other", 0, n * rows)])
-    return b
+            b.compute("wgrad", [], [Span("whole", 0, n * rows), Span("other", 0, n * rows)])
 
-
-@gather_gemm.equals
-def _(c: Carrier, rows: int, inputs: int, outputs: int, other: int) -> None:
-    whole = c.all_gather(c.given("shard", rows, inputs))
-    if outputs:
-        pieces = [(runs, None) for runs in gather_pieces(c.spec, rows)]
-        own = block_of(c.spec.rank, rows)
-        c.gemm(whole, c.given("weight", inputs, outputs), pieces, out="out", first=own)
-    if other:
-        c.wgrad(whole, c.given("other", c.spec.size * rows, other))
+    def unfused(self, c: Carrier) -> None:
+        rows = self.rows
+        whole = c.all_gather(c.given("shard", rows, self.inputs))
+        if self.outputs:
+            pieces = [(runs, None) for runs in gather_pieces(c.spec, rows)]
+            own = block_of(c.spec.rank, rows)
+            c.gemm(
+                whole, c.given("weight", self.inputs, self.outputs), pieces, out="out", first=own
+            )
+        if self.other:
+            c.wgrad(whole, c.given("other", c.spec.size * rows, self.other))
 
 
 def _spread(
@@ -140,8 +152,8 @@ def _spread(
         at += len(side) * length
 
 
-@Rule
-def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builder:
+@dataclass(frozen=True)
+class GemmScatter(Rule):
     """Multiply ``a`` by ``weight`` and reduce-scatter the product.
 
     Work: ``gemm(out, a, b)``.
@@ -150,36 +162,40 @@ def gemm_scatter(spec: RankSpec, rows: int, inputs: int, outputs: int) -> Builde
     all peers.  Only the last group is also cut by rows: first the rows on each side of the own
     block, then the own block.  Two groups are in flight at a time.
     """
-    b = Builder(spec)
-    groups = b.runs(outputs)
-    outs = _columns_of("out", rows, groups)
-    last = len(groups) - 1
-    products = _by_columns(b, groups, rows, IN_FLIGHT, own_last=True)
 
-    def gemm(j: int, piece: slice) -> None:
-        weight = Span("weight", 0, inputs, (groups[j].start, groups[j].stop))
-        b.compute("gemm", [products[j].made(piece)], [rows_of("a", piece), weight])
+    rows: int
+    inputs: int
+    outputs: int
 
-    for j, product in enumerate(products):
-        if j >= IN_FLIGHT:
-            products[j - IN_FLIGHT].add(outs[j - IN_FLIGHT], on_side_stream=True)
-        if j < last:
-            gemm(j, slice(0, spec.size * rows))
-            product.send()
-        else:
-            product.send_as_made(partial(gemm, j))
-    for j in range(max(0, len(groups) - IN_FLIGHT), len(groups)):
-        products[j].add(outs[j], on_side_stream=j < last)
-    return b
+    def build(self, b: Builder) -> None:
+        rows = self.rows
+        groups = b.runs(self.outputs)
+        outs = _columns_of("out", rows, groups)
+        last = len(groups) - 1
+        products = _by_columns(b, groups, rows, IN_FLIGHT, own_last=True)
 
+        def gemm(j: int, piece: slice) -> None:
+            weight = Span("weight", 0, self.inputs, (groups[j].start, groups[j].stop))
+            b.compute("gemm", [products[j].made(piece)], [rows_of("a", piece), weight])
 
-@gemm_scatter.equals
-def _(c: Carrier, rows: int, inputs: int, outputs: int) -> None:
-    a = c.given("a", c.spec.size * rows, inputs)
-    weight = c.given("weight", inputs, outputs)
-    pieces = scatter_pieces(c.spec, rows, outputs)
-    product = c.gemm(a, weight, pieces, last=block_of(c.spec.rank, rows))
-    c.reduce_scatter(product, out="out")
+        for j, product in enumerate(products):
+            if j >= IN_FLIGHT:
+                products[j - IN_FLIGHT].add(outs[j - IN_FLIGHT], on_side_stream=True)
+            if j < last:
+                gemm(j, slice(0, b.size * rows))
+                product.send()
+            else:
+                product.send_as_made(partial(gemm, j))
+        for j in range(max(0, len(groups) - IN_FLIGHT), len(groups)):
+            products[j].add(outs[j], on_side_stream=j < last)
+
+    def unfused(self, c: Carrier) -> None:
+        rows = self.rows
+        a = c.given("a", c.spec.size * rows, self.inputs)
+        weight = c.given("weight", self.inputs, self.outputs)
+        pieces = scatter_pieces(c.spec, rows, self.outputs)
+        product = c.gemm(a, weight, pieces, last=block_of(c.spec.rank, rows))
+        c.reduce_scatter(product, out="out")
 
 
 def _by_columns(
@@ -201,21 +217,14 @@ def _columns_of(buffer: str, rows: int, groups: Sequence[slice]) -> list[Span]:
     return [Span(buffer, 0, rows, (columns.start, columns.stop)) for columns in groups]
 
 
-@Rule
-def column_backward(
-    spec: RankSpec,
-    rows: int,
-    inputs: int,
-    outputs: int,
-    scatters: bool,
-    wgrad: bool,
-) -> Builder:
+@dataclass(frozen=True)
+class ColumnBackward(Rule):
     """The gradients of ``all_gather(x) @ weight^T``: dgrad is reduce-scattered, x gathered again.
 
     Args:
         inputs: columns of ``x``.
         outputs: columns of ``grad``, ``[n * s, outputs]``.
-        scatters, wgrad: whether dgrad and wgrad, which gathers x, are needed.
+        dgrad, wgrad: whether dgrad and wgrad, which gathers x, are needed.
 
     Work: ``gemm(out, a, b)``; ``wgrad(grad rows, whole rows)``.
 
@@ -228,48 +237,48 @@ def column_backward(
     are blocks of ``grad`` links stay idle, and if they are chunks of every block each is a GEMM per
     peer.
     """
-    b = Builder(spec)
-    n = spec.size
-    r = spec.rank
-    if wgrad:
-        b.scratch("whole", n * rows, inputs)
-        b.all_gather(Span("x", 0, rows), Span("whole", 0, n * rows), "block {source}")
-        b.end_ahead()
-    groups = b.runs(inputs) if scatters else []
-    products = _by_columns(b, groups, rows, len(groups))
-    everything = slice(0, n * rows)
-    for product, columns in zip(products, groups, strict=True):
-        weight = Span("weight", 0, outputs, (columns.start, columns.stop))
-        b.compute("gemm", [product.made(everything)], [rows_of("grad", everything), weight])
-        product.send()
-    if wgrad:
-        if not b.as_collective:
-            b.copy(rows_of("whole", block_of(r, rows)), Span("x", 0, rows), on_side_stream=True)
-        b.compute("wgrad", [], [Span("grad", 0, n * rows), Span("whole", 0, n * rows)])
-    outs = _columns_of("grad_x", rows, groups)
-    for product, out in zip(products, outs, strict=True):
-        product.add(out, on_side_stream=wgrad or out is not outs[-1])
-    return b
 
+    rows: int
+    inputs: int
+    outputs: int
+    dgrad: bool
+    wgrad: bool
 
-@column_backward.equals
-def _(
-    c: Carrier,
-    rows: int,
-    inputs: int,
-    outputs: int,
-    scatters: bool,
-    wgrad: bool,
-) -> None:
-    everything = slice(0, c.spec.size * rows)
-    grad = c.given("grad", everything.stop, outputs)
-    # In Megatron's order: x is gathered during dgrad, and dgrad is reduce-scattered during wgrad
-    # (read in Megatron-Core's LinearWithGradAccumulationAndAsyncCommunication).
-    whole = c.all_gather(c.given("x", rows, inputs)) if wgrad else None
-    if scatters:
-        runs = c.spec.schedule.runs(inputs)
-        pieces = [((everything,), columns) for columns in runs]
-        dgrad = c.gemm(grad, c.given("weight", outputs, inputs), pieces)
-        c.reduce_scatter(dgrad, out="grad_x")
-    if wgrad:
-        c.wgrad(grad, whole)
+    def build(self, b: Builder) -> None:
+        rows = self.rows
+        wgrad = self.wgrad
+        n = b.size
+        r = b.rank
+        if wgrad:
+            b.scratch("whole", n * rows, self.inputs)
+            b.all_gather(Span("x", 0, rows), Span("whole", 0, n * rows), "block {source}")
+            b.end_ahead()
+        groups = b.runs(self.inputs) if self.dgrad else []
+        products = _by_columns(b, groups, rows, len(groups))
+        everything = slice(0, n * rows)
+        for product, columns in zip(products, groups, strict=True):
+            weight = Span("weight", 0, self.outputs, (columns.start, columns.stop))
+            b.compute("gemm", [product.made(everything)], [rows_of("grad", everything), weight])
+            product.send()
+        if wgrad:
+            if not b.as_collective:
+                b.copy(rows_of("whole", block_of(r, rows)), Span("x", 0, rows), on_side_stream=True)
+            b.compute("wgrad", [], [Span("grad", 0, n * rows), Span("whole", 0, n * rows)])
+        outs = _columns_of("grad_x", rows, groups)
+        for product, out in zip(products, outs, strict=True):
+            product.add(out, on_side_stream=wgrad or out is not outs[-1])
+
+    def unfused(self, c: Carrier) -> None:
+        inputs = self.inputs
+        everything = slice(0, c.spec.size * self.rows)
+        grad = c.given("grad", everything.stop, self.outputs)
+        # In Megatron's order, read in its LinearWithGradAccumulationAndAsyncCommunication: x is
+        # gathered during dgrad, and dgrad is reduce-scattered during wgrad.
+        whole = c.all_gather(c.given("x", self.rows, inputs)) if self.wgrad else None
+        if self.dgrad:
+            runs = c.spec.schedule.runs(inputs)
+            pieces = [((everything,), columns) for columns in runs]
+            dgrad = c.gemm(grad, c.given("weight", self.outputs, inputs), pieces)
+            c.reduce_scatter(dgrad, out="grad_x")
+        if self.wgrad:
+            c.wgrad(grad, whole)

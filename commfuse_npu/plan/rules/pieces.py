@@ -1,4 +1,4 @@
-"""The rows and columns of each piece of work: in programs, and in the lines that they equal.
+"""The rows and columns of each piece of work: in programs, and in their unfused forms.
 
 Legend: ``s`` rows of a rank's block; a whole matrix has the blocks of all ranks, in rank order.
 """
@@ -29,7 +29,7 @@ Piece = tuple[Sequence[slice], slice | None]
 
 
 def gather_pieces(spec: RankSpec, rows: int) -> list[tuple[slice, ...]]:
-    """The rows of the whole matrix in each GEMM of :func:`gather_gemm`, in order."""
+    """The rows of the whole matrix in each GEMM of :class:`GatherGemm`, in order."""
     runs = spec.schedule.runs(rows)
     by_peer = spec.as_collective or len(runs) == 1 or spec.size == 1
     blocks = sides_of(spec) if by_peer else [peers_of(spec)]
@@ -42,7 +42,7 @@ def gather_pieces(spec: RankSpec, rows: int) -> list[tuple[slice, ...]]:
 
 
 def scatter_pieces(spec: RankSpec, rows: int, columns: int) -> list[Piece]:
-    """The rows and columns of the whole result in each GEMM of :func:`gemm_scatter`, in order."""
+    """The rows and columns of the whole result in each GEMM of :class:`GemmScatter`, in order."""
     *groups, last = spec.schedule.runs(columns)
     everything = slice(0, spec.size * rows)
     pieces: list[Piece] = [((everything,), group) for group in groups]

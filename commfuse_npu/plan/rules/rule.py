@@ -1,15 +1,14 @@
-"""Defines a rule: it compiles the program of an operation, and has the lines that it equals.
+"""The base class of rules: a rule compiles the program of an operation, and has its unfused form.
 
-The lines are executable.  With the collectives of torch.distributed they are the unfused operation
-(:mod:`commfuse_npu.runtime.collective_transport`).  With symbolic contents they give the expected
-results of the programs (:mod:`commfuse_npu.proof.outcomes`).
+The unfused form is executable.  With the collectives of torch.distributed it is the unfused
+operation (:mod:`commfuse_npu.runtime.collective_transport`).  With symbolic contents it gives the
+expected results of the programs (:mod:`commfuse_npu.proof.outcomes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from inspect import signature
 from typing import Any, Protocol
 
 from commfuse_npu.plan.builder import Builder
@@ -17,17 +16,17 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules.pieces import Piece
 from commfuse_npu.plan.schedule import RankSpec
 
-__all__ = ["IN_FLIGHT", "RULES", "Carrier", "Rule"]
+__all__ = ["IN_FLIGHT", "RULES", "Carrier", "Rule", "forget_programs"]
 
 IN_FLIGHT = 2
 """Chunks, or stacks of pieces, that are sent at the same time, each with its own memory."""
 
-_MOST_COMPILED = 512
-"""Most programs of a rule that are cached, of 10 to 60 KiB each; every new length adds some."""
+_MOST_COMPILED = 4096
+"""Most programs that are cached, of 10 to 60 KiB each; every new length adds some."""
 
 
 class Carrier(Protocol):
-    """Executes the lines of a rule for one rank.
+    """Executes the unfused form of a rule for one rank.
 
     The type of a matrix is up to the carrier.  ``out`` is the operation's buffer for the result.
     ``pieces`` are the rows of each call of a work, in the order of the program.  ``first`` and
@@ -55,7 +54,7 @@ class Carrier(Protocol):
         Args:
             out: has ``s`` rows; with ``finish`` it is ``whole``, whose own block is written.
             finish: whether the work ``finish(out, sum of the others, own)`` completes the sum; only
-                for buckets, whose lines are proved but not executed on collectives.
+                for buckets, whose unfused form is proved but not executed on collectives.
         """
 
     def gemm(
@@ -80,36 +79,43 @@ class Carrier(Protocol):
         """Call the work ``wgrad(*factors)``."""
 
 
-RULES: dict[str, Rule] = {}
+RULES: dict[str, type[Rule]] = {}
 """All rules by name, to compile a program from the name and arguments in a recorded run."""
 
 
 class Rule:
-    """A decorator: compiles the program for a :class:`RankSpec` and arguments, and caches it.
+    """An operation: the fields of the dataclass are the sizes that its programs depend on.
 
-    Attributes:
-        lines: computes what the operation equals, from a :class:`Carrier` and the arguments.
+    Equal rules with equal :class:`RankSpec` have one program, which is cached.
     """
 
-    lines: Callable[..., None]
+    def __init_subclass__(cls) -> None:
+        RULES[cls.__name__] = cls
 
-    def __init__(self, make: Callable[..., Builder]) -> None:
-        self.name = make.__name__
-        self.__doc__ = make.__doc__
-        names = tuple(signature(make).parameters)[1:]
-        RULES[self.name] = self
+    def build(self, b: Builder) -> None:
+        """Append the instructions of one rank."""
+        raise NotImplementedError
 
-        @lru_cache(maxsize=_MOST_COMPILED)
-        def compiled(spec: RankSpec, *arguments: Any) -> Program:
-            description = self.name, spec.schedule, *arguments
-            return make(spec, *arguments).build(description, names)
+    def unfused(self, c: Carrier) -> None:
+        """Compute what the operation equals."""
+        raise NotImplementedError
 
-        self._compiled = compiled
-        self.cache_clear = compiled.cache_clear
+    def program(self, spec: RankSpec) -> Program:
+        """The program of one rank."""
+        return _compiled(self, spec)
 
-    def __call__(self, spec: RankSpec, *arguments: Any) -> Program:
-        return self._compiled(spec, *arguments)
+    def __str__(self) -> str:
+        values = ", ".join(f"{name}={value}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({values})"
 
-    def equals(self, lines: Callable[..., None]) -> None:
-        """Decorator that sets :attr:`lines`."""
-        self.lines = lines
+
+@lru_cache(maxsize=_MOST_COMPILED)
+def _compiled(rule: Rule, spec: RankSpec) -> Program:
+    b = Builder(spec)
+    rule.build(b)
+    return b.build(rule)
+
+
+def forget_programs() -> None:
+    """Empty the cache of programs."""
+    _compiled.cache_clear()

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import Schedule, split
-from commfuse_npu.plan.rules import column_backward, gather_gemm, gemm_scatter
+from commfuse_npu.plan.rules import ColumnBackward, GatherGemm, GemmScatter
 from commfuse_npu.tools.simulate import mc2
 from commfuse_npu.tools.simulate.rank import Rank, rest
 
@@ -23,7 +23,7 @@ def column(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     if not _fused(rank, name):
         _gather_gemm(rank, name, rows, inputs, outputs)
         return
-    program = gather_gemm(rank.spec(name), rows, inputs, outputs, 0)
+    program = GatherGemm(rows, inputs, outputs).program(rank.spec(name))
     rest(rank.run(name, program, {"shard": inputs, "weight": outputs, "out": outputs}))
 
 
@@ -32,7 +32,7 @@ def row(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     if not _fused(rank, name):
         _gemm_scatter(rank, name, rows, inputs, outputs)
         return
-    program = gemm_scatter(rank.spec(name), rows, inputs, outputs)
+    program = GemmScatter(rows, inputs, outputs).program(rank.spec(name))
     rest(rank.run(name, program, {"a": inputs, "weight": outputs, "out": outputs}))
 
 
@@ -45,7 +45,7 @@ def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int
     least = rank.variant.collectives_from
     if _fused(rank, name) and (least is None or outputs < least):
         spec = rank.spec(name)
-        program = column_backward(spec, rows, inputs, outputs, True, True)
+        program = ColumnBackward(rows, inputs, outputs, True, True).program(spec)
         columns = {"x": inputs, "grad": outputs, "weight": inputs, "grad_x": inputs}
         # The columns of a weight are not contiguous in memory.
         strided = len(spec.schedule.runs(inputs)) > 1
@@ -78,7 +78,7 @@ def row_gradients(
         waits = _gather_gemm(rank, name, rows, outputs, inputs)
         rank.gemm(f"{name} wgrad", outputs, rows * rank.size, inputs, waits)
         return
-    program = gather_gemm(rank.spec(name), rows, outputs, inputs, inputs)
+    program = GatherGemm(rows, outputs, inputs, inputs).program(rank.spec(name))
     columns = {"shard": outputs, "weight": inputs, "out": inputs, "other": inputs}
     for _ in rank.run(name, program, columns):
         if before is not None:

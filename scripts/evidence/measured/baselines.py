@@ -2,9 +2,9 @@
 
 Legend: ``n`` ranks, ``s`` rows of a block, ``[n * s, F]`` the full tensor.
 
-A layer on a :class:`Baseline`, which has the transfers, executes the lines of its rule, as on every
-:class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport`.  A :class:`Blocking` says
-what is computed while they are under way.
+A layer on a :class:`Baseline`, which has the transfers, executes the unfused form of its rule, as
+on every :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport`.  A
+:class:`Blocking` says what is computed while they are under way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from commfuse_npu.overlap.transfers import handing_over
 from commfuse_npu.plan import split
-from commfuse_npu.plan.rules import Piece, column_backward
+from commfuse_npu.plan.rules import ColumnBackward, Piece
 from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveTransport
 from commfuse_npu.runtime.lanes import post_swap
 from commfuse_npu.runtime.transport import Transport
@@ -171,7 +171,7 @@ class MegatronOrder(Blocking):
 
     @property
     def overlaps(self) -> bool:
-        return self.program.rule is column_backward
+        return isinstance(self.rule, ColumnBackward)
 
     def reduce_scatter(self, whole: torch.Tensor, *, out: str) -> None:
         # Megatron waits for its gather before it starts to scatter.
@@ -203,7 +203,7 @@ class Sliced(Blocking):
         self._factors: tuple[torch.Tensor, torch.Tensor]
 
     def all_gather(self, shard: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
-        if self.program.rule is column_backward:
+        if isinstance(self.rule, ColumnBackward):
             return super().all_gather(shard)
         whole = shard.new_empty(self.spec.size * shard.shape[0], shard.shape[1])
         runs = self._runs(shard.shape[0])

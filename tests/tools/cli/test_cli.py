@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.plan.rules import RULES
+from commfuse_npu.plan.rules import RULES, BucketGather, Rule
 from commfuse_npu.proof.cases import cases
 from commfuse_npu.tools import cli, verify_command
 from tests.launchers.launching import ROOT, started
@@ -31,20 +31,17 @@ def test_all_programs_are_proved(monkeypatch, capsys) -> None:
 
 
 def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
-    compiled = RULES["bucket_gather"]
-
-    def broken(spec, *arguments):
-        program = compiled(spec, *arguments)
+    def broken(self, spec):
+        program = Rule.program(self, spec)
         # The last rank posts nothing.
         return replace(program, code=()) if spec.rank == spec.size - 1 else program
 
-    broken.cache_clear, broken.lines = compiled.cache_clear, compiled.lines
-    monkeypatch.setitem(RULES, "bucket_gather", broken)
-    broken_rule = [case for case in cases(3) if case.rule == "bucket_gather"]
+    monkeypatch.setattr(BucketGather, "program", broken)
+    broken_rule = [case for case in cases(3) if isinstance(case.rule, BucketGather)]
     monkeypatch.setattr(verify_command, "cases", lambda size: broken_rule)
     assert cli.main(["verify", "--max-ranks", "3"]) == 1
     out = capsys.readouterr().out
-    assert re.match(r"refuted: bucket_gather\(.\), 3 ranks, in batches, shifted, .* 1 chunks", out)
+    assert re.match(r"refuted: BucketGather\(rows=.\), 3 ranks, in batches, .* 1 chunks", out)
     assert "rank 2 expects nothing" in out
 
 

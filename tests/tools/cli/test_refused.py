@@ -156,7 +156,7 @@ def test_it_is_answered_in_a_line(
         assert code == 1, "an invalid request is refused on stderr"
 
 
-def test_it_is_refused_or_planned_before_torch_or_a_drawing_is_imported(folder: Path) -> None:
+def test_requests_are_refused_before_torch_is_imported(folder: Path) -> None:
     calls = [shlex.split(line) for line, _ in QUESTIONS if not line.startswith("pretrain")]
     answered = [["doctor"], ["plan", str(ROOT / "configs" / "llama3_8b.yaml")]]
     code = (

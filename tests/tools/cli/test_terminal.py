@@ -51,7 +51,7 @@ def test_a_table_that_fits_is_aligned(monkeypatch: pytest.MonkeyPatch, width: in
     assert out.getvalue().splitlines() == lines
 
 
-def test_a_terminal_sees_what_is_computed_until_something_is_printed(monkeypatch) -> None:
+def test_a_terminal_shows_progress_until_output_follows(monkeypatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     both = Terminal()

@@ -140,7 +140,7 @@ def test_a_given_number_takes_the_place_of_a_command(read: Read) -> None:
     assert [note.split()[0] for note in launch.notes] == ["--load"]
 
 
-def test_two_trainings_are_noted_and_assignments_reach_the_script(read: Read) -> None:
+def test_a_second_training_in_a_script_is_noted(read: Read) -> None:
     launch = read(
         "torchrun --nproc_per_node $SHELL_SET pretrain_gpt.py --bf16\n"
         "python -m torch.distributed.launch --nproc_per_node 4 pretrain_gpt.py --fp16\n"

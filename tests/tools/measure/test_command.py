@@ -151,7 +151,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return stand_in
 
 
-def test_an_npu_says_which_description_holds_and_another_one_does_not_go_on(
+def test_a_description_of_another_npu_is_refused(
     measured: Path, measure, ranks, monkeypatch
 ) -> None:
     base, name = "ascend_910c_supernode", "Ascend910_9391"
@@ -182,9 +182,7 @@ def test_ranks_have_the_environment_of_the_launch(measured, measure, ranks, monk
     assert len(times(measured, "host")) == 2
 
 
-def test_a_step_that_makes_no_sense_leaves_the_others_and_is_measured_again(
-    measured, measure, ranks
-) -> None:
+def test_a_step_without_sense_is_measured_again(measured, measure, ranks) -> None:
     links = ranks.answers.pop("links")
     printed = measure(code=1)
     assert "links: failed: KeyError: 'links'" in printed

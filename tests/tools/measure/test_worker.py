@@ -18,7 +18,7 @@ from tests.limits import LIMIT
 
 
 @on_ranks(3)
-def test_a_send_and_a_receive_to_each_of_two_peers_are_four_posts_on_gloo(rank: int) -> None:
+def test_gloo_posts_sends_and_receives_one_by_one(rank: int) -> None:
     worker: Any = Worker()
     worker._of_host = lambda post, calls: [8.0]
     scale = Scale.of(find_config("llama3_8b"), 3, "cpu")

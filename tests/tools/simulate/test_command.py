@@ -55,7 +55,7 @@ def test_a_table_and_json(capsys, tmp_path: Path) -> None:
 LAYER = "--typical --tp 2 --dp 1 --micro-batches 2 --sequence-length 8192"
 
 
-def test_a_picture_of_a_layer_which_costs_no_result_if_it_cannot_be_written(
+def test_a_picture_that_cannot_be_written_costs_no_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("vl_convert")

@@ -63,7 +63,7 @@ def test_every_timeline_holds_and_one_rank_stands_for_all(
     check_timeline(everyone)
 
 
-def test_work_is_slowed_by_transfers_of_its_rank_and_by_the_other_stream() -> None:
+def test_work_is_slowed_by_transfers_and_the_side_stream() -> None:
     message = Message(("x",), 0, 1, 2.0, delay=1.0)
     work, aside = Operation("work", COMPUTE, 4.0), Operation("aside", ASIDE, 4.0)
     ends = Operation("x", "lane", sends=(message,)), Operation("x", "lane", receives=(message,))

@@ -72,7 +72,7 @@ def ways(shape: LayerShape, variant: Variant, ranks: int = TP) -> list[float]:
         ({"parallel": 1}, 0),
     ],
 )
-def test_experts_compute_the_tokens_that_arrive_over_their_own_links(
+def test_experts_compute_the_tokens_that_arrive(
     changes: dict[str, int], bytes_per_link: float
 ) -> None:
     """However experts are cut, a rank computes its share of all products."""
@@ -125,7 +125,7 @@ def test_attention_is_two_products_over_half_of_the_scores() -> None:
 
 
 @pytest.mark.parametrize("queries", [0, 12])
-def test_latent_attention_makes_narrow_rows_once_and_wide_ones_by_heads(queries: int) -> None:
+def test_latent_attention_splits_only_wide_rows_by_heads(queries: int) -> None:
     latent = Latent(heads=8, queries=queries, keys=10, own=4, rotary=2, value=6)
     held, wide = TOKENS // TP, 8 * 6 // TP
     flops = held * HIDDEN * (10 + 2) + TOKENS * 10 * 8 * (4 + 6) // TP
@@ -157,7 +157,7 @@ def test_latent_attention_makes_narrow_rows_once_and_wide_ones_by_heads(queries:
     assert replace(shape, causal=False).attention(ideal()) == 2 * attended
 
 
-def test_without_sequence_parallelism_sums_are_all_reduced_and_nothing_is_gathered() -> None:
+def test_without_sequence_parallelism_sums_are_all_reduced() -> None:
     whole = replace(DENSE, sequence_parallel=False)
     compute = ways(whole, COMPUTE_ONLY)
     assert compute == ways(DENSE, COMPUTE_ONLY)  # memory traffic is free here
@@ -186,7 +186,7 @@ def attended(machine: Machine, shape: LayerShape, way: int, variant: Variant = M
 @pytest.mark.parametrize("way", [0, 1])
 @pytest.mark.parametrize("speed", [1e3, 1e5])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_round_of_a_ring_takes_the_longer_of_attention_and_transfer(
+def test_a_ring_round_takes_the_longer_of_attention_and_transfer(
     size: int, speed: float, way: int
 ) -> None:
     machine, shape = ideal(cube_flops=speed), context_parallel(size, ring=True)
@@ -204,7 +204,7 @@ def test_a_round_of_a_ring_takes_the_longer_of_attention_and_transfer(
 
 @pytest.mark.parametrize("way", [0, 1])
 @pytest.mark.parametrize(("tp", "size"), [(1, 2), (1, 4), (2, 4)])
-def test_ulysses_deals_out_heads_before_attention_and_rows_after_it(
+def test_ulysses_exchanges_heads_before_and_rows_after_attention(
     tp: int, size: int, way: int
 ) -> None:
     shape = context_parallel(size, tp)
@@ -228,9 +228,7 @@ def test_ulysses_deals_out_heads_before_attention_and_rows_after_it(
         (context_parallel(4, ring=True), False),
     ],
 )
-def test_passes_hide_exchanges_of_tokens_and_heads_but_not_a_ring(
-    shape: LayerShape, hides: bool
-) -> None:
+def test_passes_hide_all_to_alls_but_not_a_ring(shape: LayerShape, hides: bool) -> None:
     machine = ideal(cube_flops=2e3)
     layer = Layers(shape, 1)
     in_turns = partial(take_turns, chunk=[layer], forward=True, backward=True)

@@ -126,7 +126,7 @@ def test_passes_take_as_long_as_the_rule_says(
     assert simulated.seconds == pytest.approx(expected)
 
 
-def test_passes_launch_what_megatron_launches_but_the_last_sums_of_recomputations() -> None:
+def test_passes_launch_all_but_the_unread_tail() -> None:
     def in_order(rank: Rank) -> None:
         for part in [llama.forward] * 5 + [llama.backward] * 3:
             part(rank, SHAPE)
@@ -142,7 +142,7 @@ def test_passes_launch_what_megatron_launches_but_the_last_sums_of_recomputation
 
 
 @pytest.mark.parametrize("name", ["ascend_910b_server", "ascend_910c_supernode"])
-def test_layers_take_hardly_longer_than_their_computation_or_their_transfers(name: str) -> None:
+def test_layers_take_hardly_longer_than_work_or_transfers(name: str) -> None:
     """Host time, and slower computation and transfers beside each other, left out."""
     machine = Hardware.load(find_config(name, "hardware")).machine()
     inside = replace(machine.inside, beside_work=1.0)

@@ -85,7 +85,7 @@ def test_forms_are_those_of_a_launch() -> None:
          {"megatron": "+5.9% (2 of 2)"}),
     ],
 )  # fmt: skip
-def test_the_verdict_names_the_shortest_that_keeps_the_bits_and_the_table_compares(
+def test_the_verdict_names_the_fastest_form_with_the_same_bits(
     steps: dict[str, float], too_large: list[str], first: str, longer: dict[str, str], capsys
 ) -> None:
     rows = [replace(row, fits=row.form.name not in too_large) for row in made_up(steps)]
@@ -115,7 +115,7 @@ def test_the_verdict_names_the_shortest_that_keeps_the_bits_and_the_table_compar
 # ------------------------------------------------------------------- layouts
 
 
-def test_layouts_are_ranked_by_their_steps_and_the_launcher_takes_the_plan(tmp_path: Path) -> None:
+def test_layouts_are_ranked_by_the_time_of_a_step(tmp_path: Path) -> None:
     rows, fitting = recommend(SMALL, SERVER, 4, fixed=Fixed(cp=1, pp=1))
     steps = [row.typical for row in rows]
     assert steps == sorted(steps)

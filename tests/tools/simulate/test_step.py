@@ -104,7 +104,7 @@ def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
     assert both - single == pytest.approx(machine.memory(steps[0].training.table / 2 * 30))
 
 
-def test_a_host_that_is_ahead_lengthens_no_exchange_of_another_group() -> None:
+def test_a_host_ahead_lengthens_no_transfer_of_another_group() -> None:
     ulysses = replace(LLAMA, context_parallel_algo="ulysses_cp_algo")
     job = training(ulysses, Layout(8, 2, 1, 1), 8192, micro_batch=1, micro_batches=1)
     hosts = (SERVER.launching(seconds).machine() for seconds in (1e-7, 1e-6))
@@ -112,7 +112,7 @@ def test_a_host_that_is_ahead_lengthens_no_exchange_of_another_group() -> None:
 
 
 @pytest.mark.parametrize("form", [MEGATRON, OVERLAP], ids=lambda form: form.name)
-def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(form: Variant) -> None:
+def test_a_step_is_the_sum_of_its_parts(form: Variant) -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, micro_batch=1, micro_batches=4)
     step = Step(SERVER.machine(), job)
     layers, of_layer = step.chunk(form, 0), step.layer_time(MEGATRON)
@@ -130,7 +130,7 @@ def test_a_step_is_its_layers_its_embedding_its_head_and_its_optimizer(form: Var
     assert step.time(form) == pytest.approx(micro_batches + step._optimizer)
 
 
-def test_gradients_that_are_reduced_in_the_last_backward_do_not_wait() -> None:
+def test_gradients_reduced_in_the_last_backward_do_not_wait() -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 2, 1), 16384, micro_batch=1, micro_batches=4)
     steps = [Step(SERVER.machine(), replace(job, overlaps=(on, False))) for on in (True, False)]
     with mock.patch.object(Step, "_buckets", return_value=(0.0, 0.0)):
@@ -140,14 +140,14 @@ def test_gradients_that_are_reduced_in_the_last_backward_do_not_wait() -> None:
     assert late > early
 
 
-def test_a_launch_runs_in_order_where_its_host_is_the_limit_without_what_nothing_reads() -> None:
+def test_a_host_bound_launch_runs_in_megatrons_order() -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 4096, micro_batches=4, recomputes=True)
     step = Step(SERVER.launching(1e-2).machine(), job)
     assert OVERLAP.alone is not None
     assert step.time(OVERLAP) == step.time(OVERLAP.alone) < step.time(MEGATRON)
 
 
-def test_transfers_between_stages_and_recomputed_forwards_lengthen_a_pipeline() -> None:
+def test_stage_transfers_and_recomputations_lengthen_a_pipeline() -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 4), 4096, micro_batch=1, micro_batches=4)
     step = Step(SERVER.machine(), job)
     exposed = pytest.approx(2 * 3 * step._between_stages)
@@ -199,7 +199,7 @@ def test_every_size_divides_what_it_should(sizes: tuple[int, int, int, int]) -> 
     assert stored.communication > 0 or max(sizes) == 1
 
 
-def test_passes_hold_two_recomputed_layers_and_the_operands_of_four_weight_gradients() -> None:
+def test_passes_hold_two_recomputed_layers() -> None:
     def more(recomputes: bool, form: Variant = OVERLAP, stages: int = 4) -> float:
         layout = Layout(8, 1, 1, stages)
         ours, plain = (memory(layout, of, recomputes) for of in (form, MEGATRON))
@@ -222,7 +222,7 @@ def test_the_fullest_stage_decides_on_memory() -> None:
     assert memory(Layout(1, 1, 1, 2), model=uneven).weights > memory(Layout(1, 1, 1, 2)).weights
 
 
-def test_lanes_and_what_is_gathered_take_memory_for_communication() -> None:
+def test_lanes_and_gathered_tensors_take_communication_memory() -> None:
     def communication(schedule: Schedule) -> float:
         return memory(Layout(8, 1, 1, 1), fused(schedule)).communication
 
