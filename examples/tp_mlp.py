@@ -13,7 +13,6 @@ from torch.nn.functional import gelu
 # cut: linear
 from commfuse_npu import (
     LinearOptions,
-    Schedule,
     Transport,
     all_gather_linear,
     linear_reduce_scatter,
@@ -36,7 +35,7 @@ activation = partial(gelu, approximate="tanh")
 # cut: linear
 # Once, on all ranks, next to the set-up of the other process groups.
 transport = Transport.create(tensor_parallel_group)
-options = LinearOptions(Schedule(chunks=2))
+options = LinearOptions(chunks=2)
 
 
 def mlp(x, up_weight, down_weight, transport):

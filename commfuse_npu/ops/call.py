@@ -298,7 +298,7 @@ def check_transport(name: str, transport: object) -> None:
 def check_call(name: str, transport: object, options: object) -> None:
     """Raise a TypeError if ``transport`` or ``options`` has another type."""
     check_transport(name, transport)
-    of_options = "LinearOptions(...), as LinearOptions(Schedule(chunks=2))"
+    of_options = "LinearOptions(...), as LinearOptions(chunks=2)"
     check_type(name, "options", options, LinearOptions, of_options)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, replace
 from types import NoneType, UnionType
 
 import torch
@@ -33,6 +33,7 @@ class LinearOptions:
 
     Args:
         schedule: order of the peers, lanes and chunks.
+        chunks: number of pieces in which a block is sent; short for a schedule with so many.
         reduce_dtype: add partial sums in this dtype and round once; by default in their own, as
             the collective does.
         main_grad: accumulate the weight gradient into ``weight.main_grad``, Megatron's
@@ -50,13 +51,16 @@ class LinearOptions:
     main_grad: bool = False
     collectives_from: int | None = None
     tuning: Tuning | None = None
+    chunks: InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, chunks: int | None) -> None:
         name = "LinearOptions"
         check_type(name, "schedule", self.schedule, Schedule, "Schedule(...)")
         dtypes = "a dtype, as torch.float32, or None"
         check_type(name, "reduce_dtype", self.reduce_dtype, torch.dtype | NoneType, dtypes)
         check_type(name, "tuning", self.tuning, Tuning | NoneType, "Tuning(...) or None")
+        if chunks is not None:
+            object.__setattr__(self, "schedule", replace(self.schedule, chunks=chunks))
         if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
             raise ValueError(
                 f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"

@@ -17,7 +17,6 @@ from commfuse_npu.ops import (
     linear_reduce_scatter,
 )
 from commfuse_npu.ops.call import AnyTransport, WeightGradient
-from commfuse_npu.plan import Schedule
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from commfuse_npu.runtime.executor import Running
@@ -29,7 +28,7 @@ from tests.random_networks.compare import run_case
 from tests.random_networks.values import round_once
 
 COLUMN, ROW = "all_gather_linear backward", "linear_reduce_scatter backward"
-USUAL = LinearOptions(Schedule(chunks=2))
+USUAL = LinearOptions(chunks=2)
 OUT = "micro-batch 0, layer 0 y"
 
 # ------------------------------------------------------------------------- rounding
@@ -228,7 +227,7 @@ def test_a_mistake_with_a_column_parallel_layer_begins_nothing(
     rank: int, mistake: Any, words: str
 ) -> None:
     """All ranks raise, with and without a row-parallel layer after it; the transport is usable."""
-    link, options = transport(), LinearOptions(Schedule(chunks=2), main_grad=True)
+    link, options = transport(), LinearOptions(chunks=2, main_grad=True)
     for paired in (False, True):
         x, column, row, *_ = leaves(rank)
         x = x * 1

@@ -1,6 +1,7 @@
 """The schedules of the ops with attention, and the pieces of packed documents that a run sees."""
 
 import sys
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from commfuse_npu.ops import Documents, LinearOptions
 from commfuse_npu.ops.attention_runs import options_for_attention
-from commfuse_npu.plan import Schedule
+from commfuse_npu.plan import PlanError, Schedule
 from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tuning import Tuning
 from tests.distributed.programs import watch_calls
@@ -54,6 +55,14 @@ def test_attention_takes_causal_blocks_in_their_order(rank: int) -> None:
 def test_four_chunks_replace_tuning() -> None:
     options = options_for_attention(LinearOptions(Schedule(chunks=2), tuning=Tuning()), False)
     assert (options.schedule.chunks, options.tuning) == (4, None)
+
+
+def test_chunks_of_options_are_those_of_their_schedule() -> None:
+    two_level = Schedule("two_level", node_size=2)
+    options = LinearOptions(two_level, chunks=3, main_grad=True)
+    assert options == LinearOptions(replace(two_level, chunks=3), main_grad=True)
+    with pytest.raises(PlanError, match="chunks is 0; it must be a whole number from 1"):
+        LinearOptions(chunks=0)
 
 
 def test_documents_from_cumulative_lengths_have_the_same_pieces() -> None:
