@@ -82,7 +82,7 @@ _ROW = "megatron.core.tensor_parallel.layers.RowParallelLinear.forward"
 _HEADS = ("num_attention_heads_per_partition", "num_query_groups_per_partition")
 
 
-class _Joined(NamedTuple):
+class _JoinedLayer(NamedTuple):
     """How a call of a layer takes part in the exchange of heads; on its core attention meanwhile.
 
     Attributes:
@@ -140,7 +140,7 @@ class UlyssesWrappers(LaneUser):
         """
         core = innermost(attention.local_attn)
         lanes = self.lanes()
-        joined: _Joined | None = getattr(attention, "commfuse_joined", None)
+        joined: _JoinedLayer | None = getattr(attention, "commfuse_joined", None)
         if joined is not None and joined.qkv:
             heads = query, key, value
             arguments = joined.arguments
@@ -204,7 +204,7 @@ class UlyssesWrappers(LaneUser):
                 reasons[name] = reason = unlisted(name)
             if reason is not None:
                 self._linears.fall_back(f"{name} of ulysses", reason)
-        joined = _Joined(reasons["qkv"] is None, reasons["proj"] is None, found)
+        joined = _JoinedLayer(reasons["qkv"] is None, reasons["proj"] is None, found)
         stack.enter_context(replaced(layer.core_attention, commfuse_joined=joined))
         if not joined.qkv:
             return {}

@@ -24,7 +24,7 @@ __all__ = ["Choice", "Figure", "Hardware", "described"]
 Choice = Literal["favorable", "typical", "unfavorable"]
 
 
-class _Rule(NamedTuple):
+class _FigureRule(NamedTuple):
     """The unit and the allowed values of a figure; ``least`` itself only if ``inclusive``."""
 
     unit: str
@@ -45,23 +45,23 @@ class _Rule(NamedTuple):
         return bound + (f" and at most {self.most:g}" if math.isfinite(self.most) else "")
 
 
-_SHARE = _Rule("share", most=1)
-_RATE = _Rule("bytes/s")
-_HIDDEN = _Rule("share", most=1, inclusive=True, links=True)
-_COST = _Rule("share", most=1, inclusive=True, more_is_better=False, links=True)
-_SECONDS = _Rule("seconds", most=1, inclusive=True, more_is_better=False, links=True)
+_SHARE = _FigureRule("share", most=1)
+_RATE = _FigureRule("bytes/s")
+_HIDDEN = _FigureRule("share", most=1, inclusive=True, links=True)
+_COST = _FigureRule("share", most=1, inclusive=True, more_is_better=False, links=True)
+_SECONDS = _FigureRule("seconds", most=1, inclusive=True, more_is_better=False, links=True)
 
-_RULES: dict[str, dict[str, _Rule]] = {
+_RULES: dict[str, dict[str, _FigureRule]] = {
     "npu": {
-        "cube_flops": _Rule("FLOP/s"),
+        "cube_flops": _FigureRule("FLOP/s"),
         "gemm_efficiency": _SHARE,
-        "cores": _Rule("cores", inclusive=True),
+        "cores": _FigureRule("cores", inclusive=True),
         "gemm_start": _SECONDS._replace(links=False),
-        "half_rows": _Rule("rows", inclusive=True, more_is_better=False),
+        "half_rows": _FigureRule("rows", inclusive=True, more_is_better=False),
         "attention_efficiency": _SHARE,
         "hbm_bandwidth": _RATE,
         "hbm_efficiency": _SHARE,
-        "hbm_bytes": _Rule("bytes"),
+        "hbm_bytes": _FigureRule("bytes"),
         "transfer_slowdown": _COST._replace(most=0.9),
     },
     "host": {
@@ -69,7 +69,7 @@ _RULES: dict[str, dict[str, _Rule]] = {
         "post_overhead": _SECONDS,
         "event_overhead": _SECONDS,
         "expert_launches": _COST._replace(unit="launches", most=1000),
-        "communicator_bytes": _Rule("bytes", inclusive=True, more_is_better=False),
+        "communicator_bytes": _FigureRule("bytes", inclusive=True, more_is_better=False),
         "message_copies": _COST._replace(unit="copies", most=4),
     },
     "rivals": {
@@ -249,7 +249,7 @@ class Hardware:
         return self.figures[name].typical
 
 
-def _rules_of(section: str) -> Mapping[str, _Rule]:
+def _rules_of(section: str) -> Mapping[str, _FigureRule]:
     return _RULES.get(section, _LEVEL_RULES)
 
 
@@ -290,7 +290,7 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
                 )
 
 
-def _is_figure(content: Any, rule: _Rule) -> bool:
+def _is_figure(content: Any, rule: _FigureRule) -> bool:
     if not isinstance(content, dict) or content.keys() != {*_PARTS, "source"}:
         return False
     values = [content[part] for part in _PARTS]

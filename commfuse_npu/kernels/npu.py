@@ -98,7 +98,7 @@ def _causal_mask(device: torch.device) -> torch.Tensor:
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
 
 
-class _Run:
+class _AttentionCall:
     """One call of the operators: its layout, and which keys a query sees.
 
     The layout is ``SBH``, queries ``[Sq, B, A * D]`` and keys ``[Sk, B, G * D]``.  For packed
@@ -172,7 +172,7 @@ def attention_forward(
     The statistics are each row's maximum and sum of exponentials, fp32 ``[B, A, Sq, 8]`` (with
     pieces ``[B * Sq, A, 8]``), and a reserved output of the operator.
     """
-    run = _Run(q, causal, pieces)
+    run = _AttentionCall(q, causal, pieces)
     out, maximum, total, reserved, *_ = torch.ops.npu.npu_fusion_attention(
         run.queries(q),
         run.keys(k),
@@ -203,7 +203,7 @@ def attention_backward(
     ``grad_k`` and ``grad_v`` are rounded to it before.
     """
     maximum, total, reserved = statistics
-    run = _Run(q, causal, pieces)
+    run = _AttentionCall(q, causal, pieces)
     grad_q, new_k, new_v, *_ = torch.ops.npu.npu_fusion_attention_grad(
         run.queries(q),
         run.keys(k),

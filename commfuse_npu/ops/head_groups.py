@@ -61,7 +61,7 @@ def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
-class _Exchange(Call):
+class _HeadExchange(Call):
     def swap(
         self,
         rows: int,
@@ -92,7 +92,7 @@ class _Exchange(Call):
         running.run(works, blocks=blocks, received=received)
 
 
-class RowsToHeads(_Exchange):
+class RowsToHeads(_HeadExchange):
     """``all_to_all(x @ W_g^T + b_g of every head group g)``, one GEMM per run of rows.
 
     ``x`` ``[n, H]``, ``weight`` ``[N * O, H]``, ``bias`` ``[N * O]``, to ``[N * n, O]``.
@@ -145,7 +145,7 @@ class RowsToHeads(_Exchange):
         )
 
 
-class HeadsToRows(_Exchange):
+class HeadsToRows(_HeadExchange):
     """All-to-all from heads to rows, of the output of attention or of one tensor, and a projection
     if there is a weight.
 

@@ -16,7 +16,7 @@ from commfuse_npu.plan.instructions import Add, Collective, Compute, Copy, Post,
 from commfuse_npu.plan.program import Program
 from commfuse_npu.proof.memory import Memory, describe
 
-__all__ = ["Call", "Contents", "Execution", "execute"]
+__all__ = ["Contents", "Execution", "WorkCall", "execute"]
 
 NOTHING = 0
 """The content of rows that were not written, or not since they became invalid."""
@@ -103,7 +103,7 @@ class Contents:
         return f"{buffer}[{start}:{stop}, {first}:{last}] of rank {rank}"
 
 
-class Call(NamedTuple):
+class WorkCall(NamedTuple):
     """A call of a work: contents of the rows of each input, and whether it has outputs."""
 
     at: int
@@ -155,7 +155,7 @@ class Execution:
         # Per buffer and columns, row by row.
         self._rows: defaultdict[str, dict[Columns, list[int]]] = defaultdict(dict)
         self._arriving: dict[int, tuple[int, Span]] = {}
-        self.calls: list[Call] = []
+        self.calls: list[WorkCall] = []
         self.faults: list[str] = []
 
     def written(self) -> dict[str, dict[Columns, list[int]]]:
@@ -235,7 +235,7 @@ class Execution:
                 return
             results = [contents.made(work, rank, row, wholes, number) for row in rows]
             self._write(out, results)
-        self.calls.append(Call(self._at, work, run, inputs, bool(outs)))
+        self.calls.append(WorkCall(self._at, work, run, inputs, bool(outs)))
 
     def _add(self, instruction: Add) -> None:
         out, terms, _ = instruction

@@ -15,7 +15,7 @@ from commfuse_npu.plan import RankSpec
 from commfuse_npu.plan.instructions import Wait
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import Piece
-from commfuse_npu.proof.data_flow import Call, Columns, Contents, Execution
+from commfuse_npu.proof.data_flow import Columns, Contents, Execution, WorkCall
 from commfuse_npu.proof.memory import Shape
 
 __all__ = ["Outcome", "outcome_faults", "outcome_of"]
@@ -199,7 +199,7 @@ def outcome_faults(
                     cells = f"{buffer}[{row}, {columns[0]}:{columns[1]}]"
                     yield f"{where}: {cells} {_difference(content, expected, contents)}"
                     break
-    calls: defaultdict[str, list[Call]] = defaultdict(list)
+    calls: defaultdict[str, list[WorkCall]] = defaultdict(list)
     for call in actual.calls:
         calls[call.work].append(call)
     unmade = {call.work for call in actual.calls if not call.makes}

@@ -68,7 +68,7 @@ class _Begun(NamedTuple):
     programs: tuple[Program, ...] = ()
 
 
-class _Running:
+class _RecordedRun:
     """A program or a collective that a rank began and has not finished.
 
     Attributes:
@@ -113,7 +113,7 @@ class RankLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.counts: Counter[tuple[Group, str]] = Counter()
-        self.slots: dict[int, _Running] = {}
+        self.slots: dict[int, _RecordedRun] = {}
         self.over = self.ended = False
         self.failures: list[str] = []
         self._transports: dict[int, tuple[Group, bool]] = {}
@@ -257,7 +257,7 @@ class RankLog:
         self.did[group, kind].append((name, facts))
         return name
 
-    def _fault(self, running: _Running, problem: str) -> None:
+    def _fault(self, running: _RecordedRun, problem: str) -> None:
         # One fault per operation; further ones are consequences of it.
         if running.name not in self._faulty:
             self._faulty.add(running.name)
@@ -272,7 +272,7 @@ class RankLog:
         group, facts, programs = begun
         kind = "operation" if programs else "collective"
         name = self._name(kind, group, facts["name"], facts)
-        running = self.slots[slot] = _Running(name, *programs)
+        running = self.slots[slot] = _RecordedRun(name, *programs)
         self.operations += 1
         if programs:
             return
@@ -285,7 +285,7 @@ class RankLog:
             running.ends[rules, "send", 0] = ends
             self._post(rules, group, "of collectives", ends)
 
-    def _finish(self, running: _Running) -> None:
+    def _finish(self, running: _RecordedRun) -> None:
         program = running.program
         if program is None:
             self._act(simulation.Wait(running.ends["recorded", "send", 0]))
@@ -295,7 +295,7 @@ class RankLog:
         if not program.batched:
             self._go_on(running, _ALL, in_line=False)
 
-    def _at(self, running: _Running, place: int) -> None:
+    def _at(self, running: _RecordedRun, place: int) -> None:
         program = running.program
         assert program is not None
         expected = next(iter(running.left), len(program.code))
@@ -325,7 +325,7 @@ class RankLog:
         self.actions[rules][self._thread].append(post)
         self._posted[rules, group] += 1
 
-    def _go_on(self, running: _Running, due: int = 0, *, in_line: bool = True) -> None:
+    def _go_on(self, running: _RecordedRun, due: int = 0, *, in_line: bool = True) -> None:
         """Simulate the batched program of a run on gloo, up to ``due`` posts."""
         running.due = max(running.due, due)
         code = running.batched.code if running.batched else ()
@@ -335,7 +335,7 @@ class RankLog:
             running.at += 1
             self._simulate("hccl", running, code[running.at - 1])
 
-    def _held(self, running: _Running) -> bool:
+    def _held(self, running: _RecordedRun) -> bool:
         """Whether an earlier bucket operation has posts left, which have to come first."""
         earlier = takewhile(lambda other: other is not running, self.slots.values())
         return any(
@@ -347,7 +347,7 @@ class RankLog:
             if other.program and other.batched and running.program
         )
 
-    def _simulate(self, rules: Rules, running: _Running, instruction: Instruction) -> None:
+    def _simulate(self, rules: Rules, running: _RecordedRun, instruction: Instruction) -> None:
         name = running.name
         if isinstance(instruction, Wait):
             ends: list[simulation.End] = []

@@ -59,7 +59,7 @@ from mindspeed_patches.rehearsal.run import (
     train,
     worker_environment,
 )
-from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
+from mindspeed_patches.rehearsal.scale import RehearsedLayout, layout_of, scale_down
 
 WAYS = "reference", "commfuse"
 
@@ -182,7 +182,7 @@ def _rehearse(arguments: argparse.Namespace) -> int:
         return report(launch.options, runs)
 
 
-def _layout(launch: Launch, arguments: argparse.Namespace) -> Layout:
+def _layout(launch: Launch, arguments: argparse.Namespace) -> RehearsedLayout:
     layout = layout_of(launch.options, launch.processes)
     if arguments.rehearse_scale:
         small = scale_down(launch.options, layout, arguments.processes)

@@ -25,7 +25,7 @@ _MOST_DATA_PARALLEL = 2
 
 
 @dataclass(frozen=True)
-class Layout:
+class RehearsedLayout:
     """Sizes of the parallel dimensions; expert parallelism is inside the others."""
 
     tensor: int
@@ -45,9 +45,11 @@ class Layout:
         )
 
 
-def layout_of(options: Options, processes: int | None) -> Layout:
+def layout_of(options: Options, processes: int | None) -> RehearsedLayout:
     """The layout of a launch; the smallest one if the number of processes is not given."""
-    base = Layout(data=1, **{name: options.number(option, 1) for name, option in _OPTIONS.items()})
+    base = RehearsedLayout(
+        data=1, **{name: options.number(option, 1) for name, option in _OPTIONS.items()}
+    )
     if processes is None:
         return replace(base, data=base.expert // math.gcd(base.expert, base.context))
     if processes % base.processes:
@@ -58,7 +60,7 @@ def layout_of(options: Options, processes: int | None) -> Layout:
     return replace(base, data=processes // base.processes)
 
 
-def scale_down(options: Options, layout: Layout, limit: int) -> Layout:
+def scale_down(options: Options, layout: RehearsedLayout, limit: int) -> RehearsedLayout:
     """Change ``options`` to a small model on at most ``limit`` processes; returns the layout."""
     small = _fewer_processes(layout, limit)
     for name, option in _OPTIONS.items():
@@ -78,7 +80,7 @@ def scale_down(options: Options, layout: Layout, limit: int) -> Layout:
     return small
 
 
-def _fewer_processes(layout: Layout, limit: int) -> Layout:
+def _fewer_processes(layout: RehearsedLayout, limit: int) -> RehearsedLayout:
     replicas = min(layout.data, _MOST_DATA_PARALLEL)
     # Without context parallelism, experts are distributed over replicas: some options need both.
     spread = layout.expert > 1 == layout.context
@@ -103,7 +105,7 @@ def _at_most(options: Options, most: int, *names: str) -> None:
         _replace(options, min(most, options.number(name, -1)), name)
 
 
-def _layers(options: Options, small: Layout) -> None:
+def _layers(options: Options, small: RehearsedLayout) -> None:
     options.drop(
         *("--num-layer-list", "--noop-layers", "--pipeline-model-parallel-layout"),
         *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
@@ -118,7 +120,7 @@ def _layers(options: Options, small: Layout) -> None:
     _at_most(options, 1, virtual, "--first-k-dense-replace", "--mtp-num-layers")
 
 
-def _widths(options: Options, small: Layout) -> None:
+def _widths(options: Options, small: RehearsedLayout) -> None:
     """Scale heads, the hidden size, and sizes with a ratio to it."""
     hidden_before = options.number("--hidden-size", 0)
     heads = groups = options.number("--num-attention-heads", 1)
@@ -147,7 +149,7 @@ def _widths(options: Options, small: Layout) -> None:
         _replace(options, max(1, round(ratio_to_hidden * hidden / multiple)) * multiple, name)
 
 
-def _batches(options: Options, layout: Layout, small: Layout) -> None:
+def _batches(options: Options, layout: RehearsedLayout, small: RehearsedLayout) -> None:
     micro = options.number("--micro-batch-size", 1)
     batches = options.number("--global-batch-size", micro * layout.data) // (micro * layout.data)
     micro = min(micro, 2)

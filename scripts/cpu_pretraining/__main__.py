@@ -14,10 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.ranks import Ranks, RanksError
 
 from . import compare
-from .arguments import UsageError, parse_arguments
+from .arguments import parse_arguments
 from .data import Corpus, load_corpus
 
 _DEMONSTRATION = (
@@ -70,11 +71,11 @@ def _failed(error: object, code: int) -> int:
 
 def _train(args: argparse.Namespace, corpus: Corpus) -> int:
     single = "plain" if args.plain else "commfuse" if args.use_commfuse else "megatron"
-    outcomes: dict[str, list[compare.Outcome]] = {}
+    outcomes: dict[str, list[compare.TrainingOutcome]] = {}
     # Megatron's advice for GPUs, and its use of names that newer versions of torch rename.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
     minutes = args.distributed_timeout_minutes
-    worker = f"{compare.__package__}.training:Worker"
+    worker = f"{compare.__package__}.training:TrainingWorker"
     limit = {"timeout": 60 * minutes, "option": "--distributed-timeout-minutes"}
     with Ranks(args.world_size, device="cpu", **limit, worker=worker) as ranks:
         paced = [] if args.link_rate is None else ranks.ask("pace", args.link_rate)

@@ -12,16 +12,12 @@ from typing import Any
 
 from commfuse_npu.options import DEFAULTS, OPTIONS, OVERLAP_OPTIONS, add_arguments, whole
 from commfuse_npu.refusals import IncompatibleOptionsError
+from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig, indivisible, problems
 from commfuse_npu.tools.option_types import Parser, positive
 from mindspeed_patches.training_options import check_options
 
 from .compare import forms
-
-
-class UsageError(ValueError):
-    """The request cannot be carried out; the message has the value, the limit and a remedy."""
-
 
 _TABLE: dict[str, tuple[tuple[str, Any, Any, str], ...]] = {
     "parallel layout": (

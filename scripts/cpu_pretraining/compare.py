@@ -28,7 +28,7 @@ WARM_UP_ITERATIONS = 3
 
 
 @dataclass
-class Outcome:
+class TrainingOutcome:
     """How a training ended, on one rank.
 
     Attributes:
@@ -52,7 +52,7 @@ class Outcome:
         return self.times[WARM_UP_ITERATIONS:]
 
 
-Outcomes = Mapping[str, Outcome]
+Outcomes = Mapping[str, TrainingOutcome]
 """Outcomes of rank 0, by form."""
 
 _PAIRS = (("plain", "commfuse"), ("megatron", "overlap"))
@@ -78,7 +78,7 @@ def identical(outcomes: Outcomes) -> bool:
     return all(_same(outcomes[form], outcomes[other]) for form, other in _pairs(outcomes))
 
 
-def _same(one: Outcome, other: Outcome) -> bool:
+def _same(one: TrainingOutcome, other: TrainingOutcome) -> bool:
     return one.weights_sha256 == other.weights_sha256 and one.losses == other.losses
 
 
@@ -123,7 +123,7 @@ def _times(outcomes: Outcomes) -> Iterator[str]:
 
 
 def draw_timelines(
-    ranks: Mapping[str, Sequence[Outcome]], link_rate: float | None, path: Path
+    ranks: Mapping[str, Sequence[TrainingOutcome]], link_rate: float | None, path: Path
 ) -> str:
     """Draw each form's fastest measured iteration: when a rank computed and waited.
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .arguments import UsageError
+from commfuse_npu.tools.launch_script import UsageError
 
 VOCABULARY = 257
 """One token per byte, 0 to 255, and 256 for the end of a document."""

@@ -22,7 +22,7 @@ from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import hash_over_ranks
 from mindspeed_patches.training_options import linear_options, register_wrappers
 
-from .compare import Outcome
+from .compare import TrainingOutcome
 from .data import Corpus
 from .megatron_on_cpu import megatron_on_cpu
 from .model import build_trainee
@@ -30,10 +30,10 @@ from .ulysses import UlyssesAttention
 from .wire import pace
 
 
-class Worker:
+class TrainingWorker:
     """The worker class of `commfuse_npu.tools.ranks.Ranks`, one per rank."""
 
-    def train(self, args: argparse.Namespace, corpus: Corpus, form: str) -> Outcome:
+    def train(self, args: argparse.Namespace, corpus: Corpus, form: str) -> TrainingOutcome:
         """Train from the seed.
 
         Collective. If the training diverges, the outcome has the error.
@@ -62,11 +62,11 @@ class Worker:
                 overlapping = Overlapping(check=check, order_log=args.commfuse_order_log)
                 overlapping.start()
                 undone.callback(overlapping.stop)
-            training = Training(args, corpus, log)
+            training = CpuTraining(args, corpus, log)
             try:
                 outcome = training.run()
             except FloatingPointError as error:
-                return Outcome(error=str(error))
+                return TrainingOutcome(error=str(error))
         outcome.layers = ["tensor-parallel linear layers: Megatron's own"]
         if wrappers is not None:
             plan = linear_options(args).schedule
@@ -133,7 +133,7 @@ def timed_waits() -> Iterator[list[tuple[float, float]]]:
         yield waits
 
 
-class Training:
+class CpuTraining:
     """Forward, backward, step, one line per iteration.
 
     Needs Megatron's process groups, `megatron_on_cpu()` and `timed_waits()`.
@@ -156,14 +156,14 @@ class Training:
         self.own_rows = slice(first, first + rows)
         self.positions = torch.arange(length).expand(args.micro_batch_size, -1)[:, self.own_rows]
 
-    def run(self) -> Outcome:
+    def run(self) -> TrainingOutcome:
         """Run all iterations.
 
         Raises:
             FloatingPointError: the loss or the norm of the gradients is not finite.
         """
         args = self.args
-        outcome = Outcome()
+        outcome = TrainingOutcome()
         while self.iteration < args.train_iters:
             if args.link_rate is not None and self.iteration < 2:
                 # Some connections are only opened on the first use of their group.

@@ -26,7 +26,7 @@ from pathlib import Path
 from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.timed import CORNERS
 from commfuse_npu.tools.simulate.training import Layout, Training, training
 from commfuse_npu.tools.simulate.variants import COC, REFERENCE, Variant, forms
@@ -61,7 +61,7 @@ def layer(model: str, tp: int, sequence: int) -> Training:
 def _times(
     hardware: Hardware,
     setup: Training,
-    seconds: Callable[[Step, Variant], float],
+    seconds: Callable[[TrainingStep, Variant], float],
     corners: int = len(CORNERS),
     *,
     tuned: bool = False,
@@ -70,14 +70,14 @@ def _times(
     variants = [form for form in forms(hardware.machine(), setup) if tuned or not form.tuned]
     result = []
     for corner in CORNERS[:corners]:
-        step = Step(hardware.machine(*corner), setup)
+        step = TrainingStep(hardware.machine(*corner), setup)
         times = {form.name: seconds(step, form) for form in variants}
         times["coc"] = min(times.pop(form.name) for form in COC)
         result.append(times)
     return result
 
 
-def _in_the_middle(step: Step, form: Variant) -> float:
+def _in_the_middle(step: TrainingStep, form: Variant) -> float:
     """Seconds of the layers of a forward and a backward; a launch keeps the faster order."""
     seconds = step.chunk(form, 0).repeated
     return seconds if form.alone is None else min(seconds, _in_the_middle(step, form.alone))
@@ -106,7 +106,7 @@ def point(machine: str, model: str, tp: int, sequence: int, hosts: Sequence[int]
         title = f"{host} us, {batches}{', recomputed' if recomputes else ''}"
         step = training(setup.model, setup.layout, micro_batches=count, recomputes=recomputes)
         slower = hardware.launching(host * 1e-6)
-        result[title] = _times(slower, step, Step.layers)
+        result[title] = _times(slower, step, TrainingStep.layers)
     return result
 
 

@@ -16,7 +16,7 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools.drawing import Chart, draw
 from commfuse_npu.tools.simulate.lanes import layer_picture
-from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
 from commfuse_npu.tools.simulate.variants import forms as simulated
 from scripts.evidence import layers
@@ -42,10 +42,10 @@ _FORMS = {
 _COLORS = ("#c0392b", "#e59866", "#7fb3d5", "#2e86c1", "#a6acaf")
 
 
-def step() -> Step:
+def step() -> TrainingStep:
     """The simulated step of the picture ``forms``."""
     hardware = Hardware.load(find_config(_HARDWARE, "hardware"))
-    return Step(hardware.machine(), layers.layer(_MODEL, _TP, _TOKENS))
+    return TrainingStep(hardware.machine(), layers.layer(_MODEL, _TP, _TOKENS))
 
 
 def forms() -> dict[str, Variant]:

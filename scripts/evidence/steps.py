@@ -34,7 +34,7 @@ from commfuse_npu.tools.plan.launch import (
     training_of,
 )
 from commfuse_npu.tools.simulate.footprint import footprint
-from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import Variant
 from commfuse_npu.tools.terminal import table_head, table_row
@@ -103,7 +103,7 @@ def fitted(steps: Sequence[Measured]) -> set[str]:
 
 def simulated(step: Measured, machine: Machine) -> float:
     """Milliseconds of a simulated step."""
-    return 1e3 * Step(machine, step.training).time(step.form)
+    return 1e3 * TrainingStep(machine, step.training).time(step.form)
 
 
 def fit(steps: Sequence[Measured], hardware: Hardware) -> Machine:

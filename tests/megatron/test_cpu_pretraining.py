@@ -21,12 +21,13 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.proof.verify_log import verify_logs
+from commfuse_npu.tools.launch_script import UsageError
 from scripts.cpu_pretraining import __main__ as command
 from scripts.cpu_pretraining import compare, data
-from scripts.cpu_pretraining.arguments import UsageError, parse_arguments
-from scripts.cpu_pretraining.compare import Outcome
+from scripts.cpu_pretraining.arguments import parse_arguments
+from scripts.cpu_pretraining.compare import TrainingOutcome
 from scripts.cpu_pretraining.data import load_corpus
-from scripts.cpu_pretraining.training import Worker
+from scripts.cpu_pretraining.training import TrainingWorker
 from tests.distributed.ranks import Ranks
 from tests.limits import LIMIT
 from tests.megatron.training import without_groups_afterwards
@@ -50,7 +51,7 @@ OVERLAP = "--train-iters 2 --commfuse-overlap"
 def asked(rank: int, method: str, args: Sequence[Any]) -> tuple[Any, str]:
     """Calls a method of the worker on one rank; returns its result and its output."""
     with without_groups_afterwards(), redirect_stdout(io.StringIO()) as out:
-        return getattr(Worker(), method)(*args), out.getvalue()
+        return getattr(TrainingWorker(), method)(*args), out.getvalue()
 
 
 def pretrained(group: Ranks, folder: Path, options: str, code: int = 0) -> str:
@@ -166,23 +167,23 @@ def test_a_training_that_diverges_says_so(ranks, tmp_path: Path) -> None:
     assert re.search(r"error: iteration \d: .* is (nan|inf); lower --lr \(now 1000000000", printed)
 
 
-def of_times(*times: float) -> Outcome:
+def of_times(*times: float) -> TrainingOutcome:
     """A training with iterations of these times in ms."""
-    return Outcome([1.0] * len(times), [ms / 1e3 for ms in times], [[]] * len(times), "a")
+    return TrainingOutcome([1.0] * len(times), [ms / 1e3 for ms in times], [[]] * len(times), "a")
 
 
 @pytest.mark.parametrize(
     ("form", "changed"),
     [
         ("", None),
-        ("commfuse", Outcome([5.5, math.nextafter(2.5, 3.0)], weights_sha256="a")),
-        ("commfuse", Outcome([5.5, 2.5], weights_sha256="c")),
-        ("overlap", Outcome([5.5, 2.75], weights_sha256="c")),
+        ("commfuse", TrainingOutcome([5.5, math.nextafter(2.5, 3.0)], weights_sha256="a")),
+        ("commfuse", TrainingOutcome([5.5, 2.5], weights_sha256="c")),
+        ("overlap", TrainingOutcome([5.5, 2.75], weights_sha256="c")),
     ],
 )
 def test_the_verdict_sees_one_bit(form: str, changed: Any) -> None:
-    first = Outcome([5.5, 2.5], weights_sha256="a")
-    other = Outcome([5.5, 2.75], weights_sha256="b")
+    first = TrainingOutcome([5.5, 2.5], weights_sha256="a")
+    other = TrainingOutcome([5.5, 2.75], weights_sha256="b")
     runs = {"plain": first, "commfuse": first, "megatron": other, "overlap": other}
     runs |= {form: changed} if form else {}
     assert compare.identical(runs) is not bool(form)
@@ -220,7 +221,9 @@ def test_the_fastest_iteration_after_the_first_ones_is_drawn(monkeypatch, tmp_pa
     waits = [[(0.01 * place, 0.05)] for place in range(6)]
     monkeypatch.setattr(compare, "gantt", drawn)
     monkeypatch.setattr(compare, "draw", Mock())
-    compare.draw_timelines({"overlap": [Outcome([], times, waits)] * 2}, None, tmp_path / "x.png")
+    compare.draw_timelines(
+        {"overlap": [TrainingOutcome([], times, waits)] * 2}, None, tmp_path / "x.png"
+    )
     (row,) = drawn.call_args.args[2]
     assert row.label.endswith("0.100 s, of which 0.010 s waiting for transfers")
     bars = [(bit.start, bit.end, bit.kind) for bit in row.bits if bit.lane == "rank 1"]

@@ -8,7 +8,7 @@ from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.launch_script.short_run import MOCK_VOCABULARY
 from mindspeed_patches.rehearsal.__main__ import arguments_of, prepare
-from mindspeed_patches.rehearsal.scale import Layout, layout_of, scale_down
+from mindspeed_patches.rehearsal.scale import RehearsedLayout, layout_of, scale_down
 
 HERE = "--data-path 0.5 text --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model"
 ELSEWHERE = (
@@ -82,7 +82,7 @@ LLAMA3_70B = (
 )
 
 
-def scaled(text: str, processes: int | None, limit: int) -> tuple[Options, Layout]:
+def scaled(text: str, processes: int | None, limit: int) -> tuple[Options, RehearsedLayout]:
     options = Options(text.split())
     return options, scale_down(options, layout_of(options, processes), limit)
 
@@ -93,8 +93,8 @@ def number(options: Options, name: str) -> int:
 
 def test_layouts() -> None:
     options = Options(LLAMA3_70B.split())
-    assert layout_of(options, 64) == Layout(8, 4, 1, 2)
-    assert layout_of(options, None) == Layout(8, 4, 1, 1)
+    assert layout_of(options, 64) == RehearsedLayout(8, 4, 1, 2)
+    assert layout_of(options, None) == RehearsedLayout(8, 4, 1, 1)
     with pytest.raises(UsageError, match=r"48 processes.*= 32"):
         layout_of(options, 48)
 
@@ -102,13 +102,13 @@ def test_layouts() -> None:
 @pytest.mark.parametrize(
     ("layout", "limit", "expected"),
     [
-        (Layout(8, 4, 1, 2), 8, (4, 2, 1, 1)),
-        (Layout(8, 8, 8, 1), 8, (2, 2, 2, 1)),
-        (Layout(6, 1, 1, 1), 4, (3, 1, 1, 1)),
-        (Layout(2, 16, 1, 8, 8), 8, (2, 2, 1, 2)),
+        (RehearsedLayout(8, 4, 1, 2), 8, (4, 2, 1, 1)),
+        (RehearsedLayout(8, 8, 8, 1), 8, (2, 2, 2, 1)),
+        (RehearsedLayout(6, 1, 1, 1), 4, (3, 1, 1, 1)),
+        (RehearsedLayout(2, 16, 1, 8, 8), 8, (2, 2, 1, 2)),
     ],
 )
-def test_processes_fit(layout: Layout, limit: int, expected: tuple[int, ...]) -> None:
+def test_processes_fit(layout: RehearsedLayout, limit: int, expected: tuple[int, ...]) -> None:
     small = scale_down(Options(["--num-layers", "4"]), layout, limit)
     assert (small.tensor, small.pipeline, small.context, small.data) == expected
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from commfuse_npu.tools.doctor.environment import check_variables
-from commfuse_npu.tools.doctor.machine import Finding, Machine, check_devices, listed_npus
+from commfuse_npu.tools.doctor.machine import Finding, LocalMachine, check_devices, listed_npus
 from commfuse_npu.tools.doctor.versions import (
     check_cann,
     check_stack,
@@ -15,7 +15,7 @@ from commfuse_npu.tools.doctor.versions import (
 from commfuse_npu.tools.option_types import Parser
 
 
-def diagnose(machine: Machine) -> tuple[str, list[Finding]]:
+def diagnose(machine: LocalMachine) -> tuple[str, list[Finding]]:
     """What the machine is ready for, or what is wrong; all findings."""
     findings = [
         Finding("Python", "ok", ".".join(map(str, sys.version_info[:3]))),
@@ -44,6 +44,6 @@ def main(words: Sequence[str]) -> int:
         description="Is this machine ready for CommFuse: versions, NPUs, environment variables?",
         epilog="Whether a launch would start, and what it would bring: commfuse-npu plan.",
     ).parse_args(words)
-    verdict, findings = diagnose(Machine.this())
+    verdict, findings = diagnose(LocalMachine.this())
     print(verdict, "", *findings, sep="\n")
     return int(any(finding.level == "error" for finding in findings))

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from commfuse_npu.tools.doctor.machine import Finding, Level, Machine, listed_npus
+from commfuse_npu.tools.doctor.machine import Finding, Level, LocalMachine, listed_npus
 
 _FROM_600 = r"0*([6-9]\d\d|[1-9]\d{3,})"
 _NOT_1 = "(?!1$).*"
@@ -56,7 +56,7 @@ Values that Megatron, HCCL or the launch itself refuses or warns of are not here
 """
 
 
-def check_variables(machine: Machine) -> Iterator[Finding]:
+def check_variables(machine: LocalMachine) -> Iterator[Finding]:
     """Check the variables with which a launch would start."""
     for name, (good, advice) in _VARIABLES.items():
         setting = machine.variables.get(name, "")

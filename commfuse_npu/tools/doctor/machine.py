@@ -68,7 +68,7 @@ def run_command(*command: str) -> CommandResult:
 
 
 @dataclass(frozen=True)
-class Machine:
+class LocalMachine:
     """What the checks need to know about a machine; ``find`` takes an import name.
 
     ``cann``: the folder of CANN unless a variable names another.
@@ -80,7 +80,7 @@ class Machine:
     cann: Path = Path("/usr/local/Ascend/ascend-toolkit/latest")
 
     @classmethod
-    def this(cls) -> Machine:
+    def this(cls) -> LocalMachine:
         variables = dict(os.environ)
         return cls(variables, lambda name: find_package(name, variables))
 
@@ -97,7 +97,7 @@ _FAST_LINKS = "HCCS", "HCCS_SW", "SIO"
 """A full mesh, a switch, and the two dies of a package."""
 
 
-def listed_npus(machine: Machine) -> list[tuple[str, str]]:
+def listed_npus(machine: LocalMachine) -> list[tuple[str, str]]:
     """(name, health) of every NPU that ``npu-smi info`` lists, one per chip."""
     result = machine.run(*_INFO)
     npus: list[tuple[str, str]] = []
@@ -110,7 +110,7 @@ def listed_npus(machine: Machine) -> list[tuple[str, str]]:
     return npus
 
 
-def check_devices(machine: Machine) -> Iterator[Finding]:
+def check_devices(machine: LocalMachine) -> Iterator[Finding]:
     """Check the NPUs, their health and their links."""
     result = machine.run(*_INFO)
     if result.exit_code == ABSENT:
@@ -133,7 +133,7 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
     yield check_links(machine)
 
 
-def topology(machine: Machine) -> dict[str, list[str]]:
+def topology(machine: LocalMachine) -> dict[str, list[str]]:
     """By NPU: its link to each NPU (``X`` to itself), from ``npu-smi info -t topo``."""
     links = {}
     for line in machine.run(*_TOPOLOGY).output.splitlines():
@@ -144,7 +144,7 @@ def topology(machine: Machine) -> dict[str, list[str]]:
     return links
 
 
-def check_links(machine: Machine) -> Finding:
+def check_links(machine: LocalMachine) -> Finding:
     """Check the links between the NPUs."""
     rows = topology(machine).values()
     links = Counter(kind for row in rows for kind in row if kind != "X")

@@ -13,14 +13,14 @@ from commfuse_npu.packages import (
     WITHOUT_MINDSPEED,
     numbers,
 )
-from commfuse_npu.tools.doctor.machine import Finding, Level, Machine, listed_npus
+from commfuse_npu.tools.doctor.machine import Finding, Level, LocalMachine, listed_npus
 
 TRY_TORCH_NPU = "import torch, torch_npu; print(); print('NPUs:', torch.npu.device_count())"
 """The program that a separate Python runs."""
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
-def check_torch(machine: Machine) -> Iterator[Finding]:
+def check_torch(machine: LocalMachine) -> Iterator[Finding]:
     """Check torch, and torch_npu with it."""
     torch = machine.find("torch")
     npu = machine.find("torch_npu")
@@ -49,7 +49,7 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
         yield Finding("torch_npu", "ok", bridge)
 
 
-def check_torch_npu_loads(machine: Machine) -> Iterator[Finding]:
+def check_torch_npu_loads(machine: LocalMachine) -> Iterator[Finding]:
     """Check if torch_npu can be imported, and if not, whether it breaks ``import torch``."""
     if machine.find("torch_npu") is None:
         return
@@ -69,7 +69,7 @@ def check_torch_npu_loads(machine: Machine) -> Iterator[Finding]:
         yield Finding(_AUTOLOAD, "error", setting, advice)
 
 
-def check_cann(machine: Machine) -> Finding:
+def check_cann(machine: LocalMachine) -> Finding:
     """Check that CANN is installed, its environment is set, and it is new enough."""
     home = machine.variables.get("ASCEND_HOME_PATH") or machine.variables.get("ASCEND_TOOLKIT_HOME")
     if not home and not machine.cann.exists():
@@ -113,7 +113,7 @@ _STACK: dict[str, tuple[str, str, tuple[str, ...], Level]] = {
 """By import name: the title, what a usable copy has, supported versions, the level of others."""
 
 
-def check_stack(machine: Machine) -> Iterator[Finding]:
+def check_stack(machine: LocalMachine) -> Iterator[Finding]:
     """Check MindSpeed-LLM, MindSpeed and Megatron-LM."""
     packages = {name: machine.find(name) for name in _STACK}
     on_npu = packages["mindspeed_llm"] is not None or packages["mindspeed"] is not None

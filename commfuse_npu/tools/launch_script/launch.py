@@ -16,7 +16,7 @@ from commfuse_npu.tools.launch_script.command_line import (
 )
 from commfuse_npu.tools.launch_script.reading import Reading, read_script
 from commfuse_npu.tools.launch_script.short_run import names_files
-from commfuse_npu.tools.launch_script.stand_ins import RUNAWAY, Answer, Record
+from commfuse_npu.tools.launch_script.stand_ins import RUNAWAY, Answer, StartedCommand
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
 
@@ -141,7 +141,7 @@ def _changing(
     command: Sequence[str],
     folder: Path,
     environ: Mapping[str, str],
-    training: Record,
+    training: StartedCommand,
     text: str,
 ) -> set[str]:
     """Options of a training that depend on commands that are not run.
@@ -169,7 +169,7 @@ def _changing(
     return names - changed(_ANSWER) if names else names
 
 
-def _is_not_run(record: Record) -> bool:
+def _is_not_run(record: StartedCommand) -> bool:
     """Whether a command would have printed or done something that the script may depend on."""
     name = record.words[0]
     return not (
@@ -177,7 +177,7 @@ def _is_not_run(record: Record) -> bool:
     )
 
 
-def _launch_of(record: Record, environ: Mapping[str, str]) -> Launch:
+def _launch_of(record: StartedCommand, environ: Mapping[str, str]) -> Launch:
     changed = {
         name: value
         for name, value in record.environment.items()
@@ -188,14 +188,14 @@ def _launch_of(record: Record, environ: Mapping[str, str]) -> Launch:
     return launch
 
 
-def _differences(training: Record, other: Record) -> set[str]:
+def _differences(training: StartedCommand, other: StartedCommand) -> set[str]:
     """Options in which two trainings differ."""
     here = values(training.words)
     there = values(other.words)
     return {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
 
 
-def _without_training(script: Path, reading: Reading, not_run: Sequence[Record]) -> str:
+def _without_training(script: Path, reading: Reading, not_run: Sequence[StartedCommand]) -> str:
     starting = [record for record in not_run if _STARTS.search(f"{record}")]
     elsewhere = [record for record in starting if "python" not in record.words[0]]
     if elsewhere:

@@ -17,7 +17,7 @@ from commfuse_npu.tools.launch_script.sealed import filter_here, start_sealed
 from commfuse_npu.tools.launch_script.stand_ins import (
     RUNAWAY,
     Answer,
-    Record,
+    StartedCommand,
     read_record,
     write_stand_ins,
 )
@@ -47,13 +47,13 @@ class Reading:
         ended: why it was ended before it was through; empty if it was not.
     """
 
-    records: list[Record] = field(default_factory=list)
+    records: list[StartedCommand] = field(default_factory=list)
     printed: bytes = b""
     code: int = 0
     ended: str = ""
 
     @property
-    def trainings(self) -> list[Record]:
+    def trainings(self) -> list[StartedCommand]:
         return [record for record in self.records if starts_training(record.words)]
 
 

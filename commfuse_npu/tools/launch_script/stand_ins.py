@@ -146,7 +146,7 @@ class Answer(NamedTuple):
     status: int
 
 
-class Record(NamedTuple):
+class StartedCommand(NamedTuple):
     """A command that the script started.
 
     Attributes:
@@ -168,7 +168,7 @@ class Record(NamedTuple):
         return "".join(filter(str.isprintable, " ".join(self.words)))[:100]
 
 
-def read_record(report: bytes, programs: Path) -> Record:
+def read_record(report: bytes, programs: Path) -> StartedCommand:
     """The record in a message of a stand-in in a folder.
 
     Raises:
@@ -179,7 +179,7 @@ def read_record(report: bytes, programs: Path) -> Record:
     path = Path(name)
     variables = dict(variable.split("=", 1) for variable in rest[int(count) :])
     words = [path.name if path.parent == programs else name, *arguments]
-    return Record(words, folder, variables, used == "1")
+    return StartedCommand(words, folder, variables, used == "1")
 
 
 def write_stand_ins(folder: Path, answer: Answer, output: int, report: int) -> Mapping[str, str]:

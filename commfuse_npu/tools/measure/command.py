@@ -17,16 +17,16 @@ from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.options import whole, words_from
 from commfuse_npu.runtime.atomic_write import atomic_write
 from commfuse_npu.tools.doctor.environment import check_variables
-from commfuse_npu.tools.doctor.machine import Machine, check_devices, topology
+from commfuse_npu.tools.doctor.machine import LocalMachine, check_devices, topology
 from commfuse_npu.tools.doctor.versions import check_cann, check_torch
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.measure.figures import Measured, description
 from commfuse_npu.tools.measure.folder import Folder
 from commfuse_npu.tools.measure.launches import FORMS as LAUNCHED
 from commfuse_npu.tools.measure.launches import (
-    Form,
     Launches,
-    Training,
+    MeasuredForm,
+    MeasuredTraining,
     TrainingError,
     launches,
     train,
@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> int:
     """Measure; returns the exit code: 0 complete, 1 incomplete, 2 bad options, 130 Ctrl-C."""
     options = _parser().parse_args(words)
     try:
-        run = _Run(options)
+        run = _Measurement(options)
         try:
             code = 0 if run.measure() else 1
         except KeyboardInterrupt:
@@ -67,7 +67,7 @@ def main(words: Sequence[str]) -> int:
     return code
 
 
-def npu_facts(machine: Machine) -> dict[str, str]:
+def npu_facts(machine: LocalMachine) -> dict[str, str]:
     """Versions, devices, health and links of the NPUs, and the variables of their backend."""
     findings = [*check_torch(machine), check_cann(machine)]
     findings += [*check_devices(machine), *check_variables(machine)]
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Run:
+class _Measurement:
     """One measurement, with parsed options and its folder."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -135,7 +135,7 @@ class _Run:
             os.environ.update(self._launched.environment)
         if not self._folder.steps.get("machine"):
             on_npus = self._options.device == "npu"
-            self._folder.store("machine", npu_facts(Machine.this()) if on_npus else {})
+            self._folder.store("machine", npu_facts(LocalMachine.this()) if on_npus else {})
         try:
             failed = [part for part in self._parts() if not self._complete(*part)]
             return not failed
@@ -212,10 +212,10 @@ class _Run:
             self._ranks.close()
         self._ranks = None
 
-    def _trained(self, form: Form, launched: Launches) -> dict[str, Any]:
+    def _trained(self, form: MeasuredForm, launched: Launches) -> dict[str, Any]:
         return train(form, launched, self._folder.path, self._limit())
 
-    def _trainings(self) -> list[tuple[Form, dict[str, Any]]]:
+    def _trainings(self) -> list[tuple[MeasuredForm, dict[str, Any]]]:
         """The stored trainings of the last launch, in the order of the forms."""
         last = self._folder.steps.get(LAUNCH, {}).get("asked")
         stored = [(form, self._folder.steps.get(form.step)) for form in LAUNCHED]
@@ -228,7 +228,7 @@ class _Run:
         failed = {name: part["failed"] for name, part in steps.items() if "failed" in part}
         measured = {name: part["times"] for name, part in steps.items() if "times" in part}
         trainings = [
-            Training(form, **saved.get("log", {}), failed=saved.get("failed", ""))
+            MeasuredTraining(form, **saved.get("log", {}), failed=saved.get("failed", ""))
             for form, saved in self._trainings()
         ]
         lines = [*verdict(trainings)]

@@ -37,7 +37,7 @@ WARM_UP = 3
 _PROJECT = Path(__file__).resolve().parents[3]
 
 
-class Form(NamedTuple):
+class MeasuredForm(NamedTuple):
     """A form of the launch: name, title, flags, and whether it belongs to CommFuse."""
 
     name: str
@@ -52,13 +52,13 @@ class Form(NamedTuple):
 
 
 FORMS = (
-    Form("megatron", *LAUNCHED[MEGATRON]),
-    Form("fb_overlap", *LAUNCHED[OVERLAP], ours=True),
-    Form("commfuse", "CommFuse's fused layers", "--use-commfuse", ours=True),
-    Form("mc2", *LAUNCHED[MC2]),
-    Form("coc_kernel", *LAUNCHED[COC_FUSED]),
-    Form("plain", "plain collectives", ""),
-    Form("coc", *LAUNCHED[COC[1]]),
+    MeasuredForm("megatron", *LAUNCHED[MEGATRON]),
+    MeasuredForm("fb_overlap", *LAUNCHED[OVERLAP], ours=True),
+    MeasuredForm("commfuse", "CommFuse's fused layers", "--use-commfuse", ours=True),
+    MeasuredForm("mc2", *LAUNCHED[MC2]),
+    MeasuredForm("coc_kernel", *LAUNCHED[COC_FUSED]),
+    MeasuredForm("plain", "plain collectives", ""),
+    MeasuredForm("coc", *LAUNCHED[COC[1]]),
 )
 """The most useful forms first."""
 
@@ -69,7 +69,7 @@ class Launches(NamedTuple):
     ``notes``: what was changed in the launch.
     """
 
-    commands: Mapping[Form, Sequence[str]]
+    commands: Mapping[MeasuredForm, Sequence[str]]
     folder: Path
     environment: Mapping[str, str]
     notes: Sequence[str] = ()
@@ -111,7 +111,7 @@ def launches(text: str, ranks: int) -> Launches:
     return Launches(commands, folder, environment, (*launch.notes, *options.changes))
 
 
-def _in_form(options: Options, form: Form) -> list[str]:
+def _in_form(options: Options, form: MeasuredForm) -> list[str]:
     result = options.copy()
     result.drop(*PEERS, "--use-commfuse", "--no-use-commfuse")
     if form.name != "commfuse":
@@ -133,7 +133,7 @@ _WEIGHTS = re.compile(r"^sha256 of all weights: (\w{64})$", re.M)
 
 
 @dataclass
-class Training:
+class MeasuredTraining:
     """A form of a launch, and what its output says, or why it failed.
 
     Attributes:
@@ -144,7 +144,7 @@ class Training:
         failed: the reason, with the cause last.
     """
 
-    form: Form
+    form: MeasuredForm
     losses: list[float] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)
     peak: float | None = None
@@ -158,7 +158,7 @@ class Training:
 
 
 def read_log(text: str) -> dict[str, Any]:
-    """The figures of a :class:`Training`, from the output of MindSpeed-LLM 26.1.0."""
+    """The figures of a :class:`MeasuredTraining`, from the output of MindSpeed-LLM 26.1.0."""
     lines = _ITERATION.findall(text)
     matches = {name: map(field.search, lines) for name, field in _FIELDS.items()}
     log: dict[str, Any] = {n: [float(m[1]) for m in found if m] for n, found in matches.items()}
@@ -171,7 +171,7 @@ class TrainingError(Exception):
     """A form could not be trained; the message has the reason and its last output."""
 
 
-def train(form: Form, launches: Launches, folder: Path, limit: float) -> dict[str, Any]:
+def train(form: MeasuredForm, launches: Launches, folder: Path, limit: float) -> dict[str, Any]:
     """Train a form, with its output in ``launch_FORM.log``; returns its :func:`read_log`.
 
     Raises:

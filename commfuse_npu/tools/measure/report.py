@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from commfuse_npu.hardware.description import Figure, Hardware
-from commfuse_npu.tools.measure.launches import WARM_UP, Training
+from commfuse_npu.tools.measure.launches import WARM_UP, MeasuredTraining
 from commfuse_npu.tools.terminal import table_head, table_row
 
 Row = tuple[str, str, str, str]
@@ -19,7 +19,7 @@ _ALIKE = 0.01
 """Largest relative difference of losses in ten iterations between orders of the same sums."""
 
 
-def verdict(trainings: Sequence[Training]) -> Iterator[str]:
+def verdict(trainings: Sequence[MeasuredTraining]) -> Iterator[str]:
     """The verdict on a launch: flags, times, equal weights, and failures, as Markdown."""
     ran = [training for training in trainings if not training.failed]
     if ran:
@@ -47,7 +47,7 @@ def verdict(trainings: Sequence[Training]) -> Iterator[str]:
             yield f"**Could not run**: {training.form.title}: {why}{cause}"
 
 
-def _fastest(sound: Sequence[Training]) -> Iterator[str]:
+def _fastest(sound: Sequence[MeasuredTraining]) -> Iterator[str]:
     # Plain collectives are only a baseline: nobody launches them.
     candidates = [training for training in sound if training.form.name != "plain"] or list(sound)
     if not candidates:
@@ -69,7 +69,7 @@ def _fastest(sound: Sequence[Training]) -> Iterator[str]:
         yield f"Quartiles overlap with those of: {_titles(close)}."
 
 
-def launch_table(trainings: Sequence[Training]) -> Iterator[str]:
+def launch_table(trainings: Sequence[MeasuredTraining]) -> Iterator[str]:
     """A Markdown row per form that ran: times, losses compared with Megatron's, memory, weights."""
     ran = [training for training in trainings if not training.failed]
     if not ran:
@@ -111,7 +111,7 @@ def compared(measured: Hardware, described: Hardware) -> list[Row]:
 
 def as_markdown(
     verdict: Sequence[str],
-    trainings: Sequence[Training],
+    trainings: Sequence[MeasuredTraining],
     figures: Sequence[Row],
     failed: Mapping[str, str],
     facts: Mapping[str, Any],
@@ -135,15 +135,15 @@ def _range(figure: Figure) -> str:
     return f"{figure.typical:.4g} ({figure.low:.4g} to {figure.high:.4g})"
 
 
-def _today(ran: Sequence[Training]) -> Training:
+def _today(ran: Sequence[MeasuredTraining]) -> MeasuredTraining:
     return next((training for training in ran if training.form.name == "megatron"), ran[0])
 
 
-def _titles(trainings: Sequence[Training]) -> str:
+def _titles(trainings: Sequence[MeasuredTraining]) -> str:
     return "; ".join(training.form.title for training in trainings)
 
 
-def _loss_off(training: Training, other: Training) -> float:
+def _loss_off(training: MeasuredTraining, other: MeasuredTraining) -> float:
     """Largest relative difference of losses; infinite if one is not finite."""
     pairs = list(zip(training.losses, other.losses, strict=False))
     if not all(math.isfinite(loss) for pair in pairs for loss in pair):

@@ -35,7 +35,7 @@ _AHEAD = 4096
 """Rows, columns and depth of the GEMM that a device runs before a timed call."""
 
 
-class Exchange:
+class MeasuredExchange:
     """A message of ``size`` bytes to each peer and one from each, a lane per distance."""
 
     def __init__(self, transport: Transport, size: int) -> None:
@@ -129,7 +129,7 @@ class Worker:
 
     def messages(self, size: int, calls: int) -> list[float]:
         """A message of ``size`` bytes to each peer, and one from each, at once."""
-        return self._stopwatch.times(Exchange(self._transport, size).run, calls)
+        return self._stopwatch.times(MeasuredExchange(self._transport, size).run, calls)
 
     def collectives(self, scale: Scale) -> Times:
         """The backend's collectives in bf16 of ``message`` bytes from each rank to each other."""
@@ -161,7 +161,7 @@ class Worker:
         """
         calls = 2 * scale.calls
         # One exchange per lane, all posted before the waits: a device overlaps them.
-        exchange = Exchange(self._transport, 8)
+        exchange = MeasuredExchange(self._transport, 8)
         posts = len(exchange.swaps) * (1 if self._transport.batched else 2)
         times = {"post": [seconds / posts for seconds in self._of_host(exchange.run, calls)]}
         if self._module is not None:
@@ -177,7 +177,7 @@ class Worker:
         inputs, outputs = scale.layers()["fc1"]
         gemm = self._product(scale.rows // 4, inputs, outputs)
         calls = scale.calls
-        exchange = Exchange(self._transport, scale.message)
+        exchange = MeasuredExchange(self._transport, scale.message)
         alone = self._stopwatch.times(exchange.run, calls)
         times = math.floor(_SHARE * min(alone) / min(self._stopwatch.times(gemm, calls)))
         # The same number on all ranks.

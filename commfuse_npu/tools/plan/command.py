@@ -11,7 +11,7 @@ from commfuse_npu.hardware.description import Hardware, described
 from commfuse_npu.options import whole
 from commfuse_npu.plan import PlanError
 from commfuse_npu.runtime.atomic_write import write_json
-from commfuse_npu.tools.doctor.machine import Machine, listed_npus
+from commfuse_npu.tools.doctor.machine import LocalMachine, listed_npus
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, refuse, write_output
@@ -133,7 +133,7 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     tell(f"reading what {path or 'the command'} starts")
     launch = ask_about(config, words, os.environ, arguments.nproc_per_node)
     # By default the description of the NPUs here, if there is one.
-    descriptions = {described(name) or _HARDWARE for name, _ in listed_npus(Machine.this())}
+    descriptions = {described(name) or _HARDWARE for name, _ in listed_npus(LocalMachine.this())}
     default = descriptions.pop() if len(descriptions) == 1 else _HARDWARE
     hardware = Hardware.load(find_config(arguments.hardware or default, "hardware"))
     plan = plan_launch(launch, hardware)

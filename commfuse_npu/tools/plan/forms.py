@@ -23,7 +23,7 @@ from commfuse_npu.tools.plan.launch import (
 )
 from commfuse_npu.tools.plan.obstacles import Judged, Obstacles, obstacles
 from commfuse_npu.tools.simulate.footprint import footprint, limit
-from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COC, FORMS, MEGATRON, OVERLAP, OVERLAP_MEMORY
 from commfuse_npu.tools.simulate.variants import forms as simulated_forms
@@ -191,7 +191,7 @@ def _costs(
     forms = simulated_forms(figures, training, launch.schedule, against.least)
     if against.own_schedule:
         forms = tuple(replace(form, beside="nowhere") if form.alone else form for form in forms)
-    step = Step(figures, training)
+    step = TrainingStep(figures, training)
     seconds = {form: step.time(form) for form in forms if form.name in titles}
     in_slices = [form for form in seconds if form in COC]
     slower = sorted(in_slices, key=seconds.__getitem__)[1:]

@@ -15,7 +15,7 @@ from commfuse_npu.tools.drawing import draw, lacking
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, write_output
 from commfuse_npu.tools.simulate.lanes import layer_picture
-from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.timed import CORNERS, as_json, best, show, timed
 from commfuse_npu.tools.simulate.training import Layout, training
 from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE, forms
@@ -145,7 +145,7 @@ def _main(arguments: argparse.Namespace) -> int:
 
     def picture(path: Path) -> None:
         shown = {form.name: form for form in (REFERENCE, MEGATRON, first.form)}
-        layer = layer_picture(Step(hardware.machine(), setup), shown)
+        layer = layer_picture(TrainingStep(hardware.machine(), setup), shown)
         draw(layer, f"{title}, {hardware.name}, simulated", path)
 
     figures = partial(write_json, content=as_json(rows, hardware, arguments.model), indent=1)

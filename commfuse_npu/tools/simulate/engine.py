@@ -59,7 +59,7 @@ class _Activity:
             self.end = now + self.remaining / rate
 
 
-class Span(_Activity):
+class TimeSpan(_Activity):
     """A simulated operation; times in seconds from the start.
 
     Besides, the number of its open dependencies, and of its unfinished transfers.
@@ -73,7 +73,7 @@ class Span(_Activity):
         self.index = index
         self.operation = operation
         self.open_transfers = len(operation.sends) + len(operation.receives)
-        self.followers: list[Span] = []
+        self.followers: list[TimeSpan] = []
         self.waits = 0
 
 
@@ -114,14 +114,14 @@ class Simulated:
         self.links = links
         self.steady = steady
         self._now = 0.0
-        self.spans: list[Span] = []
+        self.spans: list[TimeSpan] = []
         self.moved: list[Moved] = []
         self._later: list[tuple[float, int, Callable[[Any], None], Any]] = []
         """What happens at a known time, as a heap; the numbers keep the order of equal times."""
         self._pushed = 0
-        self._ends: dict[Key, list[Span]] = {}
+        self._ends: dict[Key, list[TimeSpan]] = {}
         """The started operations of which a message is part."""
-        self._work: dict[tuple[int, str | None], Span] = {}
+        self._work: dict[tuple[int, str | None], TimeSpan] = {}
         self._flows: dict[Moved, None] = {}
         self._on_link: Counter[LinkId] = Counter()
         self._touching: Counter[int] = Counter()
@@ -146,8 +146,8 @@ class Simulated:
         """The rank to show: the one in the middle, or the one that represents all."""
         return 0 if self.links.folded else len(self.launches) // 2
 
-    def _tasks_of(self, rank: int, operations: Sequence[Operation]) -> list[Span]:
-        tasks = [Span(rank, *numbered) for numbered in enumerate(operations)]
+    def _tasks_of(self, rank: int, operations: Sequence[Operation]) -> list[TimeSpan]:
+        tasks = [TimeSpan(rank, *numbered) for numbered in enumerate(operations)]
         last: dict[str, int] = {}
         at = 0.0
         for task in tasks:
@@ -166,7 +166,7 @@ class Simulated:
                 self._push(at, self._count_down, task)
         return tasks
 
-    def _run(self, tasks: Sequence[Span]) -> None:
+    def _run(self, tasks: Sequence[TimeSpan]) -> None:
         for task in [task for task in tasks if not task.waits]:
             self._start(task)
         while self._work or self._flows or self._later:
@@ -193,13 +193,13 @@ class Simulated:
         self._pushed += 1
         heapq.heappush(self._later, (time, self._pushed, action, subject))
 
-    def _count_down(self, task: Span) -> None:
+    def _count_down(self, task: TimeSpan) -> None:
         """Count down the dependencies of a task, and start it after the last one."""
         task.waits -= 1
         if task.waits == 0:
             self._start(task)
 
-    def _start(self, task: Span) -> None:
+    def _start(self, task: TimeSpan) -> None:
         operation = task.operation
         task.begin(self._now)
         if operation.engine in _STREAMS:
@@ -238,7 +238,7 @@ class Simulated:
             if task.open_transfers == 0:
                 self._done(task)
 
-    def _done(self, task: Span) -> None:
+    def _done(self, task: TimeSpan) -> None:
         task.end = self._now
         self.spans.append(task)
         for follower in task.followers:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from commfuse_npu.tools.drawing import Bit, Chart, Row, gantt
 from commfuse_npu.tools.simulate.engine import Simulated
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE
-from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.variants import Variant
 
 _LANES = {COMPUTE: "compute", ASIDE: "2nd stream"}
@@ -16,7 +16,7 @@ _LINKS = "links"
 _INSTANT = 1e-9
 
 
-def layer_picture(step: Step, variants: Mapping[str, Variant]) -> Chart:
+def layer_picture(step: TrainingStep, variants: Mapping[str, Variant]) -> Chart:
     """A Gantt chart of one layer in each of these variants."""
     rows = [lanes(title, step.parts(variant)) for title, variant in variants.items()]
     return gantt("One layer, forward and backward", "ms, typical figures; lower is better", rows)

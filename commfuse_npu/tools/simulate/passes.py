@@ -50,7 +50,7 @@ def take_turns(
         most_waiting: most weight gradients in the queue; 0: none leaves its pass.
     """
     layers = [layer for layer in chunk for _ in range(layer.number)]
-    turns = _Turns(rank, most_waiting)
+    turns = _TimedTurns(rank, most_waiting)
     if forward:
         turns.begin(turns.forward(layers))
     if backward:
@@ -58,7 +58,7 @@ def take_turns(
     turns.run()
 
 
-class _Pass:
+class _TimedPass:
     """A pass.
 
     Attributes:
@@ -68,11 +68,11 @@ class _Pass:
         waits: the pass for whose end it waits.
     """
 
-    def __init__(self, launches: Iterator[_Pass | None], ahead: bool) -> None:
+    def __init__(self, launches: Iterator[_TimedPass | None], ahead: bool) -> None:
         self.launches = launches
         self.ahead = ahead
         self.ended = False
-        self.waits: _Pass | None = None
+        self.waits: _TimedPass | None = None
 
     @property
     def can_run(self) -> bool:
@@ -86,19 +86,19 @@ class _Pass:
             self.ended = True
 
 
-class _Turns:
+class _TimedTurns:
     """Passes, and the weight gradients that wait."""
 
     def __init__(self, rank: Rank, most_waiting: int) -> None:
         self._rank = rank
         self._most = most_waiting
-        self._passes: list[_Pass] = []
+        self._passes: list[_TimedPass] = []
         self._queue: deque[Callable[[], object]] = deque()
         self._launched = 0
 
-    def begin(self, launches: Iterator[_Pass | None], ahead: bool = False) -> _Pass:
+    def begin(self, launches: Iterator[_TimedPass | None], ahead: bool = False) -> _TimedPass:
         """Let a pass take turns with the others."""
-        self._passes.append(_Pass(launches, ahead))
+        self._passes.append(_TimedPass(launches, ahead))
         return self._passes[-1]
 
     def run(self) -> None:
@@ -116,14 +116,14 @@ class _Turns:
             at = following
         self._keep_at_most(0)
 
-    def forward(self, layers: Sequence[Layers]) -> Iterator[_Pass | None]:
+    def forward(self, layers: Sequence[Layers]) -> Iterator[_TimedPass | None]:
         """The pass of a forward."""
         for layer in layers:
             yield from self._launch(llama.forward, layer)
 
-    def gradients(self, layers: Sequence[Layers]) -> Iterator[_Pass | None]:
+    def gradients(self, layers: Sequence[Layers]) -> Iterator[_TimedPass | None]:
         """The pass of the gradients, which begins the recomputations that run ahead."""
-        ahead: _Pass | None = None
+        ahead: _TimedPass | None = None
         for layer, before in zip(reversed(layers), [*reversed(layers[:-1]), None], strict=True):
             if ahead is None and layer.recomputed:
                 yield from self._launch(llama.recomputation, layer)
@@ -136,7 +136,7 @@ class _Turns:
 
     def _launch(
         self, part: Callable[[Rank, LayerShape], None], layer: Layers
-    ) -> Iterator[_Pass | None]:
+    ) -> Iterator[_TimedPass | None]:
         """Launch a part of a layer; its weight gradients wait in the queue."""
         rank = self._rank
         placed = dict[int, int]()

@@ -40,7 +40,7 @@ def _head(machine: Machine, shape: LayerShape, variant: Variant) -> list[float]:
     return [simulate(links, variant, partial(part, shape=shape)).seconds for part in parts]
 
 
-class Step(Chunks):
+class TrainingStep(Chunks):
     """A training step on a machine."""
 
     def time(self, variant: Variant) -> float:

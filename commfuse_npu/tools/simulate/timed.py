@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from commfuse_npu.hardware.description import Choice, Hardware
 from commfuse_npu.tools.simulate.footprint import USABLE, Footprint, footprint, limit
-from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
 from commfuse_npu.tools.terminal import table_row
@@ -124,7 +124,7 @@ def timed(training: Training, form: Variant, hardware: Hardware, corners: int = 
     Raises:
         ValueError: a group does not fit the machine's nodes.
     """
-    steps = [Step(hardware.machine(*corner), training) for corner in CORNERS[:corners]]
+    steps = [TrainingStep(hardware.machine(*corner), training) for corner in CORNERS[:corners]]
     seconds = tuple(step.time(form) for step in steps)
     memory = footprint(training, form, hardware)
     return Timed(training, form, seconds, memory, memory.total <= limit(hardware))
@@ -145,7 +145,7 @@ def table(rows: Sequence[Timed]) -> str:
 
 def ratio(training: Training, hardware: Hardware, corners: int = 5) -> Range:
     """Communication / computation of a layer, with plain collectives."""
-    steps = [Step(hardware.machine(*corner), training) for corner in CORNERS[:corners]]
+    steps = [TrainingStep(hardware.machine(*corner), training) for corner in CORNERS[:corners]]
     layers = [[s.layer_time(form).seconds for form in (REFERENCE, COMPUTE_ONLY)] for s in steps]
     return Range.of([plain / bound - 1 for plain, bound in layers])
 

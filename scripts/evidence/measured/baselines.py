@@ -61,7 +61,7 @@ class Baseline(CollectiveTransport):
         for lane, target, source in self._hops:
             works += post_swap(lane, shard, blocks[source], target, source, batched=False)
         blocks[self.rank].copy_(shard)
-        exchange = _Exchange(self, works)
+        exchange = _ExchangeWork(self, works)
         return exchange if async_op else exchange.wait()
 
     @partial(handing_over, wait_hands_over=True)
@@ -79,11 +79,11 @@ class Baseline(CollectiveTransport):
             for other in (*partials[1:], blocks[self.rank]):
                 out.add_(other)
 
-        exchange = _Exchange(self, works, add)
+        exchange = _ExchangeWork(self, works, add)
         return exchange if async_op else exchange.wait()
 
 
-class _Exchange:
+class _ExchangeWork:
     """The ``Work`` of an exchange; what ``finish`` does after the transfers is not waiting."""
 
     def __init__(

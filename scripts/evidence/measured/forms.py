@@ -62,7 +62,7 @@ _Call = Callable[[], Any]
 _Weights = dict[str, torch.Tensor]
 
 
-class Form:
+class LayerForm:
     """How ops run, on lanes or as a baseline: ``of`` are the keywords of every op."""
 
     def __init__(
@@ -116,22 +116,22 @@ def _runs(queries: torch.Tensor) -> list[slice]:
     return [slice(*run) for run in pairwise(split(queries.shape[0], _RUNS))]
 
 
-def form_of(name: str, transport: Transport) -> Form:
+def form_of(name: str, transport: Transport) -> LayerForm:
     """The form of this name; the tuning of fused ops is not kept between runs."""
     match name.split("-"):
         case ["ours", chunks]:
             schedule = Schedule("shifted", transport.lanes, int(chunks.removeprefix("c")))
-            return Form(transport, LinearOptions(schedule))
+            return LayerForm(transport, LinearOptions(schedule))
         case ["auto"]:
             schedule = Schedule("shifted", transport.lanes)
-            return Form(transport, LinearOptions(schedule, tuning=Tuning()))
+            return LayerForm(transport, LinearOptions(schedule, tuning=Tuning()))
         case ["slices", slices]:
-            return Form(Baseline(transport, partial(Sliced, slices=int(slices))))
+            return LayerForm(Baseline(transport, partial(Sliced, slices=int(slices))))
         case ["fb", "overlap"]:
             order = Baseline(transport, MegatronOrder)
-            return Form(order, overlap=ForwardBackwardOverlap([order.group], states=()))
+            return LayerForm(order, overlap=ForwardBackwardOverlap([order.group], states=()))
     runs = {COMPUTE: Computation, REFERENCE: Blocking, "megatron": MegatronOrder}
-    return Form(Baseline(transport, runs[name]))
+    return LayerForm(Baseline(transport, runs[name]))
 
 
 # ------------------------------------------------------------------- workloads
@@ -169,7 +169,7 @@ class Work:
         self._x = self._draw(shard, 1, hidden)
         self._grad = self._draw(shard, 1, hidden).detach()
 
-    def run(self, form: Form) -> list[Any]:
+    def run(self, form: LayerForm) -> list[Any]:
         """Run it once; returns the output, then the gradients of the input and the weights."""
         leaves = [self._x, *(weight for layer in self._layers for weight in layer.values())]
         for leaf in leaves:
@@ -182,7 +182,7 @@ class Work:
         form.backward(partial(y.backward, self._grad))
         return [y.detach(), *(leaf.grad for leaf in leaves)]
 
-    def _forward(self, form: Form) -> torch.Tensor:
+    def _forward(self, form: LayerForm) -> torch.Tensor:
         y = self._x
         for weights in self._layers:
             if self._kind.recomputes:
@@ -194,12 +194,12 @@ class Work:
     def _draw(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=self._generator) * scale).requires_grad_()
 
-    def _mlp(self, form: Form, x: torch.Tensor, weights: _Weights) -> torch.Tensor:
+    def _mlp(self, form: LayerForm, x: torch.Tensor, weights: _Weights) -> torch.Tensor:
         gate, up = all_gather_linear(x, weights["gate_up"], **form.of).chunk(2, dim=-1)
         hidden = torch.nn.functional.silu(gate) * up
         return linear_reduce_scatter(hidden, weights["down"], **form.of)
 
-    def _attention(self, form: Form, x: torch.Tensor, weights: _Weights) -> torch.Tensor:
+    def _attention(self, form: LayerForm, x: torch.Tensor, weights: _Weights) -> torch.Tensor:
         heads = all_gather_linear(x, weights["qkv"], **form.of).unflatten(-1, (-1, self._head))
         parts = heads.split([self._heads, self._groups, self._groups], dim=2)
         q, k, v = (part.contiguous() for part in parts)
@@ -208,7 +208,7 @@ class Work:
         attended: torch.Tensor = _Attention.apply(q, k, v)
         return linear_reduce_scatter(attended.flatten(2), weights["out"], **form.of)
 
-    def _whole_layer(self, form: Form, x: torch.Tensor, weights: _Weights) -> torch.Tensor:
+    def _whole_layer(self, form: LayerForm, x: torch.Tensor, weights: _Weights) -> torch.Tensor:
         x = x + self._attention(form, _norm(x), weights)
         return x + self._mlp(form, _norm(x), weights)
 
@@ -273,7 +273,7 @@ class FormsWorker(Worker):
         finally:
             gc.enable()
 
-    def _sample(self, form: Form) -> Sample:
+    def _sample(self, form: LayerForm) -> Sample:
         with self._gemms():
             start = self._stopwatch.together()
             blocked = form.transport.blocked_seconds

@@ -7,7 +7,7 @@ from typing import Any
 
 from commfuse_npu.packages import Package
 from commfuse_npu.tools.doctor.command import diagnose
-from commfuse_npu.tools.doctor.machine import ABSENT, CommandResult, Machine
+from commfuse_npu.tools.doctor.machine import ABSENT, CommandResult, LocalMachine
 from commfuse_npu.tools.doctor.versions import TRY_TORCH_NPU
 
 INFO_A2 = """\
@@ -47,7 +47,7 @@ def machine(
     packages: Mapping[str, Package] = NOTHING,
     answers: Answers = NOTHING,
     **others: Any,
-) -> Machine:
+) -> LocalMachine:
     """A machine with these facts only; ``answers`` has results by the end of a command line."""
 
     def run(*command: str) -> CommandResult:
@@ -56,7 +56,7 @@ def machine(
         return next((answers[end] for end in answers if line.endswith(end)), absent)
 
     others.setdefault("cann", Path("/nowhere"))
-    return Machine(variables, packages.get, run, **others)
+    return LocalMachine(variables, packages.get, run, **others)
 
 
 NPU_ANSWERS: Answers = {
@@ -81,7 +81,7 @@ def stack(folder: Path) -> dict[str, Package]:
     return packages | dict.fromkeys(("torch", "torch_npu"), Package("2.7.1"))
 
 
-def found(host: Machine) -> dict[str, str]:
+def found(host: LocalMachine) -> dict[str, str]:
     """The level and the value of every finding, by its subject."""
     _, findings = diagnose(host)
     by_subject = {finding.what: f"{finding.level} {finding.value}" for finding in findings}

@@ -10,7 +10,7 @@ import torch
 from commfuse_npu.packages import Package, find_package
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.doctor.command import diagnose
-from commfuse_npu.tools.doctor.machine import ABSENT, CommandResult, Machine, run_command
+from commfuse_npu.tools.doctor.machine import ABSENT, CommandResult, LocalMachine, run_command
 from commfuse_npu.tools.doctor.versions import TRY_TORCH_NPU
 from tests.tools.doctor.machines import (
     INFO_A2,
@@ -29,7 +29,7 @@ TRIED = {f"env {AUTOMATIC}=0 {sys.executable} -c {TRY_TORCH_NPU}": BROKEN}
 INFO = "npu-smi info"
 
 
-def with_packages(words: str, **variables: str) -> Machine:
+def with_packages(words: str, **variables: str) -> LocalMachine:
     """A machine with packages of these versions: ``torch 2.7.1 torch_npu 2.7.1``."""
     versions = words.split()
     packages = dict(zip(versions[::2], map(Package, versions[1::2]), strict=True))
@@ -38,7 +38,7 @@ def with_packages(words: str, **variables: str) -> Machine:
 
 def with_npus(
     info: CommandResult = NPU_ANSWERS[INFO], links: CommandResult | str = "X HCCS, HCCS X"
-) -> Machine:
+) -> LocalMachine:
     if isinstance(links, str):
         links = CommandResult(0, topology([row.split() for row in links.split(",")]))
     packages = {"torch": Package("2.7.1"), "torch_npu": Package("2.7.1")}
@@ -82,7 +82,7 @@ def with_npus(
          {"links": "note unknown: npu-smi info -t topo said not supported"}),
     ],
 )  # fmt: skip
-def test_findings(host: Machine, expected: dict[str, str]) -> None:
+def test_findings(host: LocalMachine, expected: dict[str, str]) -> None:
     findings = {**dict.fromkeys(expected, ""), **found(host)}
     assert {what: findings[what] for what in expected} == expected
     for finding in diagnose(host)[1]:
@@ -202,6 +202,6 @@ def test_this_machine(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[1].startswith("ok       Python: 3.")
     (version,) = [line.split(": ")[1] for line in lines if " torch: " in line]
     assert version.split("+")[0] == torch.__version__.split("+")[0]
-    monkeypatch.setattr(Machine, "this", machine)
+    monkeypatch.setattr(LocalMachine, "this", machine)
     assert cli.main(["doctor"]) == 1
     assert "\nerror    torch: not found -> install torch 2.1 or newer" in capsys.readouterr().out

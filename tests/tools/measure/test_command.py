@@ -17,7 +17,7 @@ from commfuse_npu.config_file import find_config
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools import ranks as module
 from commfuse_npu.tools.measure import command
-from commfuse_npu.tools.measure.launches import FORMS, Form, Launches, TrainingError
+from commfuse_npu.tools.measure.launches import FORMS, Launches, MeasuredForm, TrainingError
 from commfuse_npu.tools.measure.steps import STEPS, Scale
 from commfuse_npu.tools.simulate.command import main as simulate
 from tests.distributed.ranks import forkserver
@@ -227,7 +227,7 @@ def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path, measured, measure, monk
     def measured_as(
         line: str = "launch.sh", code: int = 0, minutes: str = "50", **ends: BaseException
     ) -> str:
-        def train(form: Form, *_: object) -> dict[str, Any]:
+        def train(form: MeasuredForm, *_: object) -> dict[str, Any]:
             started.append(form.name)
             if form.name in ends:
                 raise ends[form.name]

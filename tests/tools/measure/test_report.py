@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from commfuse_npu.config_file import find_config
-from commfuse_npu.tools.measure.launches import FORMS, WARM_UP, Training
+from commfuse_npu.tools.measure.launches import FORMS, WARM_UP, MeasuredTraining
 from commfuse_npu.tools.measure.report import launch_table, verdict
 from commfuse_npu.tools.measure.steps import Scale
 
@@ -36,10 +36,10 @@ FORM = {form.name: form for form in FORMS}
 
 def training(
     name: str, ms: float, weights: str | None = "a", off: float = 0.0, spread: float = 0.01
-) -> Training:
+) -> MeasuredTraining:
     """Ten iterations, the first ones slow; ``off`` is added to the losses."""
     steady = [ms * (1 + spread * (i % 3 - 1)) for i in range(10 - WARM_UP)]
-    return Training(
+    return MeasuredTraining(
         FORM[name],
         losses=[10 - 0.1 * i + off for i in range(10)],
         milliseconds=[50 * ms] * WARM_UP + steady,
@@ -48,9 +48,9 @@ def training(
     )
 
 
-def failed(name: str) -> Training:
+def failed(name: str) -> MeasuredTraining:
     why = "exit code 1 (x.log)\nTraceback\nOSError: no liblcal.so"
-    return Training(FORM[name], failed=why)
+    return MeasuredTraining(FORM[name], failed=why)
 
 
 SLOW, OURS = training("megatron", 900), training("commfuse", 800)
@@ -92,7 +92,7 @@ SUMS_CHANGE = "their bits differ: sums of this launch change from run to run"
          "bit for bit"),
     ],
 )  # fmt: skip
-def test_the_verdict(trainings: list[Training], wanted: list[str], unwanted: str) -> None:
+def test_the_verdict(trainings: list[MeasuredTraining], wanted: list[str], unwanted: str) -> None:
     text = "\n".join(verdict(trainings)).replace("*", "").replace("`", "")
     assert text.startswith(wanted[0]) or wanted[0] == SUMS_CHANGE
     assert all(line in text for line in wanted)

@@ -11,7 +11,7 @@ from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import ask_about, training_of
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.footprint import footprint
-from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE
 from tests.tools.answers import answer
@@ -180,7 +180,7 @@ def training(options: str = "") -> Training:
 
 
 def milliseconds(of: Training) -> float:
-    return 1e3 * Step(SERVER.machine(), of).time(MEGATRON)
+    return 1e3 * TrainingStep(SERVER.machine(), of).time(MEGATRON)
 
 
 def test_experts_take_the_options_of_megatron() -> None:
@@ -222,7 +222,7 @@ def test_gradients_that_do_not_overlap_are_exposed() -> None:
     both = training("--overlap-grad-reduce --overlap-param-gather")
     none = replace(both, overlaps=(False, False))
     forms = both, replace(both, overlaps=(False, True)), none, replace(none, distributed=False)
-    steps = [Step(SERVER.machine(), form) for form in forms]
+    steps = [TrainingStep(SERVER.machine(), form) for form in forms]
     times = [step.time(REFERENCE) - step._optimizer for step in steps]
     assert times == sorted(set(times)), "longer each time"
 

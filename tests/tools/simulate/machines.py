@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from commfuse_npu.hardware.machine import Level, LinkTopology, Machine
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tools.simulate.engine import Moved, Simulated, Span
+from commfuse_npu.tools.simulate.engine import Moved, Simulated, TimeSpan
 from commfuse_npu.tools.simulate.launches import LinkId, Operation
 from commfuse_npu.tools.simulate.variants import (
     COC,
@@ -85,7 +85,7 @@ def check_timeline(simulated: Simulated) -> None:
     slack = _SLACK * max(simulated.device, 1e-12)
     done = {moved.message.key: moved.end for moved in simulated.moved}
     spans = {(span.rank, span.index): span for span in simulated.spans}
-    at_ends: dict[object, list[Span]] = defaultdict(list)
+    at_ends: dict[object, list[TimeSpan]] = defaultdict(list)
     for rank, operations in enumerate(simulated.launches):
         launched, last = 0.0, dict[str, int]()
         for index, op in enumerate(operations):

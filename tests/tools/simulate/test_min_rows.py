@@ -12,7 +12,7 @@ from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_to_fuse
 from commfuse_npu.plan.defaults import POST_SECONDS
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.training import Layout, training
 from commfuse_npu.tools.simulate.variants import MEGATRON, fused
 
@@ -29,7 +29,9 @@ def compared(machine: str, model: str, tp: int, rows: int, launch: float) -> flo
     described = ModelConfig.load(find_config(model))
     figures = hardware.machine()
     sizes = Layout(tp, 1, 1, 1)
-    step = Step(figures, training(described, sizes, rows * tp, micro_batch=1, micro_batches=1))
+    step = TrainingStep(
+        figures, training(described, sizes, rows * tp, micro_batch=1, micro_batches=1)
+    )
     shape, chunks = default_shape(tp), default_chunks(tp, rows, described.hidden_size, post)
     lanes, outputs = Schedule(shape).lanes_for(tp), min_outputs_to_hide(figures, tp)
     ours = fused(Schedule(shape, lanes, chunks), collectives_from=outputs)

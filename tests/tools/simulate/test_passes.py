@@ -19,7 +19,7 @@ from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.passes import Layers, take_turns
 from commfuse_npu.tools.simulate.rank import Rank
-from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, OVERLAP
 from scripts.evidence.layers import layer
 from tests.tools.simulate.machines import check_timeline, ideal
@@ -148,8 +148,8 @@ def test_layers_take_hardly_longer_than_work_or_transfers(name: str) -> None:
     inside = replace(machine.inside, beside_work=1.0)
     machine = replace(machine, transfer_slowdown=0.0, launch_overhead=0.0, inside=inside)
     for model, tp, tokens in product(("llama2_7b", "llama3_8b"), (2, 8), (4096, 32768)):
-        step = Step(machine, replace(layer(model, tp, tokens), recomputes=True))
-        kept = Step(machine, layer(model, tp, tokens)).chunk(OVERLAP, 0).pair
+        step = TrainingStep(machine, replace(layer(model, tp, tokens), recomputes=True))
+        kept = TrainingStep(machine, layer(model, tp, tokens)).chunk(OVERLAP, 0).pair
         full, shape = step.chunk(OVERLAP, 0), step.training.shape
         forward, backward, again = step.layer_time(COMPUTE_ONLY)
         again -= machine.gemm(tokens, shape.feed_forward // tp, shape.hidden)

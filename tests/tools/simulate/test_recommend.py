@@ -22,7 +22,7 @@ from commfuse_npu.tools.simulate.recommend import (
     recommend,
     write_plan,
 )
-from commfuse_npu.tools.simulate.step import Step
+from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.timed import Timed, best, ratio, show, table, timed
 from commfuse_npu.tools.simulate.training import Layout, Training, training
 from commfuse_npu.tools.simulate.variants import MC2, OVERLAP, Variant, forms
@@ -127,12 +127,12 @@ def test_layouts_are_ranked_by_the_time_of_a_step(tmp_path: Path) -> None:
         assert row.training.layout.npus == 4
         assert row.memory.total <= limit(SERVER)
         # The reported time is the simulated one, on every machine.
-        assert row.typical == Step(SERVER.machine(), row.training).time(row.form)
+        assert row.typical == TrainingStep(SERVER.machine(), row.training).time(row.form)
         assert len(row.seconds) == 5
         assert row.form.flags is not None
     # No other form that fits is shorter.
     for row in {row.training.layout: row for row in reversed(rows)}.values():
-        step = Step(SERVER.machine(), row.training)
+        step = TrainingStep(SERVER.machine(), row.training)
         launched = [form for form in forms(step.machine, row.training) if form.flags is not None]
         memory = {form: footprint(row.training, form, SERVER).total for form in launched}
         assert row.typical == min(step.time(f) for f in launched if memory[f] <= limit(SERVER))

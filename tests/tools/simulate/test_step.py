@@ -15,7 +15,7 @@ from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import step as step_module
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
-from commfuse_npu.tools.simulate.step import Step, buckets, exposed_end
+from commfuse_npu.tools.simulate.step import TrainingStep, buckets, exposed_end
 from commfuse_npu.tools.simulate.training import Layout, training
 from commfuse_npu.tools.simulate.variants import (
     COC,
@@ -91,11 +91,11 @@ def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
     )
     # The embedding's gradients come last and its parameters are needed first.
     machine = SERVER.machine()
-    steps = [Step(machine, replace(job, overlaps=(False, False))) for job in jobs]
+    steps = [TrainingStep(machine, replace(job, overlaps=(False, False))) for job in jobs]
     late = [step.time(REFERENCE) for step in steps]
     two, one, none = (sum(step._buckets(0, 0.0, 0.0)) for step in steps)
     assert two > one > none
-    with mock.patch.object(Step, "_buckets", return_value=(0.0, 0.0)):
+    with mock.patch.object(TrainingStep, "_buckets", return_value=(0.0, 0.0)):
         free = [step.time(REFERENCE) for step in steps]
     exposed = [time - without for time, without in zip(late, free, strict=True)]
     assert exposed == pytest.approx([two, one, none])
@@ -108,13 +108,13 @@ def test_a_host_ahead_lengthens_no_transfer_of_another_group() -> None:
     ulysses = replace(LLAMA, context_parallel_algo="ulysses_cp_algo")
     job = training(ulysses, Layout(8, 2, 1, 1), 8192, micro_batch=1, micro_batches=1)
     hosts = (SERVER.launching(seconds).machine() for seconds in (1e-7, 1e-6))
-    assert len({Step(host, job).layer_time(MEGATRON) for host in hosts}) == 1
+    assert len({TrainingStep(host, job).layer_time(MEGATRON) for host in hosts}) == 1
 
 
 @pytest.mark.parametrize("form", [MEGATRON, OVERLAP], ids=lambda form: form.name)
 def test_a_step_is_the_sum_of_its_parts(form: Variant) -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, micro_batch=1, micro_batches=4)
-    step = Step(SERVER.machine(), job)
+    step = TrainingStep(SERVER.machine(), job)
     layers, of_layer = step.chunk(form, 0), step.layer_time(MEGATRON)
     in_order = LAYERS * of_layer.seconds
     ends = sum(step_module._head(step.machine, job.shape, MEGATRON))
@@ -132,8 +132,10 @@ def test_a_step_is_the_sum_of_its_parts(form: Variant) -> None:
 
 def test_gradients_reduced_in_the_last_backward_do_not_wait() -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 2, 1), 16384, micro_batch=1, micro_batches=4)
-    steps = [Step(SERVER.machine(), replace(job, overlaps=(on, False))) for on in (True, False)]
-    with mock.patch.object(Step, "_buckets", return_value=(0.0, 0.0)):
+    steps = [
+        TrainingStep(SERVER.machine(), replace(job, overlaps=(on, False))) for on in (True, False)
+    ]
+    with mock.patch.object(TrainingStep, "_buckets", return_value=(0.0, 0.0)):
         late, early = (step.time(OVERLAP) for step in steps)
     last, backward = steps[0].layer_time(MEGATRON).backward, steps[1].chunk(OVERLAP, 0).backward
     assert late - early == pytest.approx(LAYERS * last - backward)
@@ -142,16 +144,16 @@ def test_gradients_reduced_in_the_last_backward_do_not_wait() -> None:
 
 def test_a_host_bound_launch_runs_in_megatrons_order() -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 4096, micro_batches=4, recomputes=True)
-    step = Step(SERVER.launching(1e-2).machine(), job)
+    step = TrainingStep(SERVER.launching(1e-2).machine(), job)
     assert OVERLAP.alone is not None
     assert step.time(OVERLAP) == step.time(OVERLAP.alone) < step.time(MEGATRON)
 
 
 def test_stage_transfers_and_recomputations_lengthen_a_pipeline() -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 4), 4096, micro_batch=1, micro_batches=4)
-    step = Step(SERVER.machine(), job)
+    step = TrainingStep(SERVER.machine(), job)
     exposed = pytest.approx(2 * 3 * step._between_stages)
-    with mock.patch.object(Step, "_between_stages", 0.0):
+    with mock.patch.object(TrainingStep, "_between_stages", 0.0):
         free = step.time(MEGATRON)
     assert step.time(MEGATRON) - free == exposed
     full = replace(step, training=replace(job, recomputes=True))
