@@ -167,8 +167,10 @@ class ModelConfig:
             words.append("--group-query-attention")
         for name, value in values.items():
             if value is not False and value is not None:
-                text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                words += [_option(name), *[text] * (value is not True)]
+                words.append(_option(name))
+                if value is not True:
+                    several = isinstance(value, tuple)
+                    words.append(",".join(map(str, value)) if several else str(value))
         return [*words, *self.pretrain_options]
 
     def as_yaml(self) -> str:

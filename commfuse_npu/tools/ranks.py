@@ -145,7 +145,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
 def check_backend(device: str) -> None:
     """Raise a ModuleNotFoundError if ranks cannot run on a device."""
-    for name in ("torch", *["torch_npu"] * (device == "npu")):
+    for name in ("torch", "torch_npu") if device == "npu" else ("torch",):
         if find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 

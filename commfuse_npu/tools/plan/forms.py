@@ -152,7 +152,7 @@ class LaunchPlan(NamedTuple):
             with_flags = f"`{form.flags}`" if form.flags else ""
             without = f"without `{form.without}`" if form.without else ""
             flags = ", ".join(filter(None, (with_flags, without))) or "-"
-            name = form.name + " (in use)" * form.used
+            name = f"{form.name} (in use)" if form.used else form.name
             lines.append(table_row([name, time, memory, flags, form.obstacle or "-"]))
         lines += ["", _LEGEND]
         refused = any(form.obstacle for form in self.forms if form.flags == "--use-commfuse")

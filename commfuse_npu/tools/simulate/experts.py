@@ -103,7 +103,8 @@ class Experts:
 
     def _exchange(self, rank: Rank, name: str, tokens: int, hidden: int) -> None:
         """Sort and send tokens; the receiver sorts them by expert."""
-        moved = tokens * self.each * (1 + self.tensor * (self.local > 1))
+        copies = 1 + self.tensor if self.local > 1 else 1
+        moved = tokens * self.each * copies
         rank.elementwise(f"{name}: sort", 2 * moved * hidden)
         rank.need(rank.elsewhere(name, self.transfers(rank.machine, tokens, hidden)))
 

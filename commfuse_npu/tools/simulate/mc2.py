@@ -127,6 +127,6 @@ def _transfer(
     waits = tuple[int, ...]()
     neighbors = [((rank.rank + 1) % n, (rank.rank - 1) % n)]
     for number in range(rounds):
-        posts = launches * (not number)
+        posts = 0 if number else launches
         waits = rank.send(name, size * (n - 1) / rounds, neighbors, waits, posts)
     return waits

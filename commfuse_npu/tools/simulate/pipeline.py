@@ -108,11 +108,12 @@ def side_by_side(
 
     clock = [0.0] * stages
     ends = [0.0] * stages
+    after_slot = transfer if stages > 1 else 0.0
     for row in zip(*plans, strict=True):
         # A stage exchanges with its neighbors; of chunks the last stage sends to the first.
         around = [clock[-1], *clock, clock[0]] if chunks > 1 else [0.0, *clock, 0.0]
         clock = [
-            max(around[stage : stage + 3]) + seconds(stage, slot) + transfer * (stages > 1)
+            max(around[stage : stage + 3]) + seconds(stage, slot) + after_slot
             for stage, slot in enumerate(row)
         ]
         ends = [

@@ -101,7 +101,7 @@ class Timed:
             "longer (machines)": longer,
             "tokens/s/NPU": Range.of([tokens / s for s in self.seconds]).text("{:.0f}".format),
             "memory of an NPU": f"{self.memory.total / 2**30:.1f} GiB"
-            + (not self.fits) * ", too much",
+            + ("" if self.fits else ", too much"),
         }
 
     def as_json(self) -> dict[str, Any]:

@@ -186,7 +186,12 @@ def forms(
         launched = fused(usual, collectives_from=min_outputs_to_hide(machine, tp))
         if rows < (min_rows_to_fuse(tp, shape.hidden) if least is None else least):
             launched = replace(MEGATRON, name=launched.name, flags=launched.flags)
-        ways += [*COC, *[COC_FUSED] * (tp == 8), *[MC2] * (tp in RANKS), launched, tuned(base)]
+        ways += COC
+        if tp == 8:
+            ways.append(COC_FUSED)
+        if tp in RANKS:
+            ways.append(MC2)
+        ways += [launched, tuned(base)]
         if launched.kind == "fused":
             overlapped.append(
                 replace(
