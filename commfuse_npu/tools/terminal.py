@@ -1,13 +1,15 @@
 """Terminal output: aligned tables, and a progress line.
 
-Commands print Markdown.  In a pipe it is unchanged.  On a terminal its marks are left out, and the
-columns of a table that fits are aligned.
+Commands print Markdown.  In a pipe it is unchanged.  On a terminal its marks are left out, lines
+are wrapped between words, and the columns of a table are aligned.  If a table is too wide, the long
+cells of its last column become footnotes.
 """
 
 import os
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO, cast
@@ -16,6 +18,12 @@ _RULE = re.compile(r"\|[-:| ]+\|")
 # Not the stars of a traceback's f(**kwargs).
 _MARKS = re.compile(r"^#+ |`|\*\*(?!\w+[,)])", re.M)
 _CLEAR_LINE = "\r\x1b[K"
+_CODE = "    "
+"""Lines that begin so are commands, which are to be copied."""
+_ITEM = re.compile(r" *(- |\[\d+\] )?")
+"""What later lines of an item are indented by."""
+_SHORT_CELL = 8
+"""Longer cells may become footnotes."""
 
 
 def table_row(cells: Iterable[str]) -> str:
@@ -79,6 +87,18 @@ class _Rendered:
         self._end_table()
 
     def _print(self, text: str) -> None:
+        if len(text) > self.width and not text.startswith(_CODE):
+            hanging = _ITEM.match(text)
+            text = textwrap.fill(
+                text,
+                self.width,
+                subsequent_indent=" " * (hanging.end() if hanging else 0),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        self._print_line(text)
+
+    def _print_line(self, text: str) -> None:
         tell("")
         self.terminal.write(f"{text}\n")
 
@@ -86,15 +106,36 @@ class _Rendered:
         lines = self._table
         self._table = []
         cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+        notes: list[str] = []
         if len(lines) > 1 and _RULE.fullmatch(lines[1]) and len(set(map(len, cells))) == 1:
-            columns = zip(cells[0], *cells[2:], strict=True)
-            widths = [max(map(len, column)) for column in columns]
-            right = [cell.endswith(":") for cell in cells[1]]
-            cells[1] = ["-" * width for width in widths]
-            if sum(widths) + 2 * len(widths) - 2 <= self.width:
-                lines = ["  ".join(map(_padded, row, widths, right)).rstrip() for row in cells]
+            right = [cell.endswith(":") for cell in cells.pop(1)]
+            if _width_of(cells) > self.width:
+                notes = _move_to_notes(cells[1:])
+            widths = _widths(cells)
+            cells.insert(1, ["-" * width for width in widths])
+            lines = ["  ".join(map(_padded, row, widths, right)).rstrip() for row in cells]
         for line in lines:
-            self._print(line)
+            self._print_line(line)
+        for number, note in enumerate(notes, 1):
+            self._print(f"[{number}] {note}")
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _width_of(rows: Sequence[Sequence[str]]) -> int:
+    return sum(_widths(rows)) + 2 * len(rows[0]) - 2
+
+
+def _move_to_notes(rows: Sequence[list[str]]) -> list[str]:
+    """Replace the long last cells of rows by numbers; return the cells, each once."""
+    long = dict.fromkeys(row[-1] for row in rows if len(row[-1]) > _SHORT_CELL)
+    notes = list(long)
+    for row in rows:
+        if row[-1] in long:
+            row[-1] = f"[{notes.index(row[-1]) + 1}]"
+    return notes
 
 
 def _padded(cell: str, width: int, right: bool) -> str:

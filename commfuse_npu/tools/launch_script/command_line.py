@@ -74,11 +74,17 @@ def launch_of(words: Sequence[str], folder: str, environment: Mapping[str, str])
 
 
 def starts_training(words: Sequence[str]) -> bool:
-    """Whether a command is a launch, and not of Python to prepare data."""
+    """Whether a command is a launch, and not of Python to prepare data, or an inference."""
     torchrun, _, script, _ = _parts(words)
-    return script.endswith(".py") and (
-        torchrun is not None or Path(script).name.startswith("pretrain")
-    )
+    if not script.endswith(".py") or starts_inference(words):
+        return False
+    return torchrun is not None or Path(script).name.startswith("pretrain")
+
+
+def starts_inference(words: Sequence[str]) -> bool:
+    """Whether a command starts a script of MindSpeed-LLM that trains nothing."""
+    _, _, script, _ = _parts(words)
+    return Path(script).name in ("inference.py", "evaluation.py")
 
 
 def values(words: Sequence[str]) -> dict[str, list[str]]:

@@ -5,12 +5,13 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from commfuse_npu.tools.launch_script import UsageError
+from commfuse_npu.tools.launch_script import NoTrainingError, UsageError
 from commfuse_npu.tools.launch_script.command_line import (
     NODES,
     PER_NODE,
     Launch,
     launch_of,
+    starts_inference,
     starts_training,
     values,
 )
@@ -112,7 +113,7 @@ def _from_shell(
     reading = read_script(command, folder, environ, _ANSWER)
     not_run = [record for record in reading.records if _is_not_run(record)]
     if not reading.trainings:
-        raise UsageError(_without_training(script, reading, not_run))
+        raise _without_training(script, reading, not_run)
     first, *others = reading.trainings
     launch = _launch_of(first, environ)
     text = script.read_text("utf-8", "replace")
@@ -195,16 +196,20 @@ def _differences(training: StartedCommand, other: StartedCommand) -> set[str]:
     return {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
 
 
-def _without_training(script: Path, reading: Reading, not_run: Sequence[StartedCommand]) -> str:
+def _without_training(
+    script: Path, reading: Reading, not_run: Sequence[StartedCommand]
+) -> UsageError:
+    if any(starts_inference(record.words) for record in reading.records):
+        return NoTrainingError(f"{script} starts no training but an inference; give a training")
     starting = [record for record in not_run if _STARTS.search(f"{record}")]
     elsewhere = [record for record in starting if "python" not in record.words[0]]
     if elsewhere:
-        return (
+        return UsageError(
             f"{script} starts it by `{elsewhere[-1]}` ({elsewhere[-1].line}), which is not read "
             "here; give the command line of torchrun inside after --"
         )
     if reading.ended:
-        return (
+        return UsageError(
             f"{script} {reading.ended} and has started no training; set the variables that it "
             "asks for, or give the command line of torchrun after --"
         )
@@ -212,7 +217,8 @@ def _without_training(script: Path, reading: Reading, not_run: Sequence[StartedC
     lines = reading.printed.decode("utf-8", "replace").strip().splitlines()
     *_, last = [line for line in lines if "_commfuse" not in line] or ["nothing"]  # of set -x
     shown = "".join(filter(str.isprintable, last))[:200]
-    return (
+    kind = UsageError if reading.code else NoTrainingError
+    return kind(
         f"{script} starts no pretraining: it ended with code {reading.code}, started "
         f"{', '.join(called) or 'nothing'}, and printed last: {shown}; set the "
         "variables that it asks for, or give the command line of torchrun after --"

@@ -1,4 +1,4 @@
-"""``commfuse-npu plan``: for a launch, a profile of one, or a model."""
+"""``commfuse-npu plan``: for a launch or a folder of them, a profile, or a model."""
 
 import argparse
 import os
@@ -15,7 +15,8 @@ from commfuse_npu.tools.doctor.machine import LocalMachine, listed_npus
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, refuse, write_output
-from commfuse_npu.tools.plan.forms import plan_launch
+from commfuse_npu.tools.plan.folder import launch_scripts, plan_folder
+from commfuse_npu.tools.plan.forms import LaunchPlan, plan_launch
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
 from commfuse_npu.tools.simulate.recommend import (
@@ -39,8 +40,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="commfuse-npu plan",
         description="With a launch script: what each form would bring, which flags to add, "
         "what refuses them. With a configuration of configs/: the same of its "
-        "launcher. With *_ascend_pt folders of torch_npu's profiler: how much communication is "
-        "exposed and could be hidden. "
+        "launcher. With a folder of scripts: a row for each. With *_ascend_pt folders of "
+        "torch_npu's profiler: how much communication is exposed and could be hidden. "
         "With --model: simulates the layouts and schedules of a training on a described cluster "
         "and recommends one. Nothing is measured.",
         epilog="After -- a launch as it is typed: commfuse-npu plan -- torchrun ... "
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "what",
         nargs="?",
-        help="a launch script (its arguments after --), a folder of profiles, or a "
+        help="a launch script (its arguments after --), a folder of scripts or of profiles, or a "
         "configuration's yaml file",
     )
     parser.add_argument(
@@ -97,11 +98,13 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words[:end])
     launch = list(words[end + 1 :])
     if bool(options.what is not None or launch) + (options.model is not None) != 1:
-        parser.error("give a launch script, a folder of profiles, or --model NAME")
-    a_profile = bool(options.what) and Path(options.what).is_dir()
-    if a_profile and launch:
+        parser.error("give a launch script, a folder of scripts or profiles, or --model NAME")
+    folder = Path(options.what or "")
+    a_folder = options.what is not None and folder.is_dir()
+    if a_folder and launch:
         parser.error(f"-- {launch[0]}: no effect on {options.what}; leave it out")
     chosen = {name for name, value in vars(options).items() if value not in (None, False)}
+    a_profile = a_folder and not launch_scripts(folder)
     takes = {"what", "json"} if a_profile else {"what", "json", "hardware", "nproc_per_node"}
     if options.model is None and (idle := sorted(chosen - takes)):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
@@ -112,7 +115,9 @@ def main(words: Sequence[str]) -> int:
         if options.model is not None:
             return _recommend(options)
         if a_profile:
-            return plan_profile(find_profiles(Path(options.what)), options.json)
+            return plan_profile(find_profiles(folder), options.json)
+        if a_folder:
+            return plan_folder(folder, partial(_planned, options, None), options.json)
         return _launch(options, launch)
     except (PlanError, ConfigError, UsageError, ValueError, OSError) as error:
         return refuse("plan", error)
@@ -126,21 +131,27 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     elif path is not None and not Path(path).is_file():
         raise UsageError(
             f"{path!r} is no file and no folder; give a launch script, a configuration's yaml "
-            "file, a folder of profiles, or --model NAME"
+            "file, a folder of scripts or profiles, or --model NAME"
         )
     elif path is not None:
         words = ["bash", path, *words]
     tell(f"reading what {path or 'the command'} starts")
+    plan = _planned(arguments, config, words)
+    print(plan.verdict, "", plan, sep="\n")
+    figures = partial(write_json, content=plan.as_json(), indent=1)
+    write_output(arguments.json, ": all figures", figures)
+    return int(bool(plan.problems))
+
+
+def _planned(
+    arguments: argparse.Namespace, config: Path | None, words: Sequence[str]
+) -> LaunchPlan:
     launch = ask_about(config, words, os.environ, arguments.nproc_per_node)
     # By default the description of the NPUs here, if there is one.
     descriptions = {described(name) or _HARDWARE for name, _ in listed_npus(LocalMachine.this())}
     default = descriptions.pop() if len(descriptions) == 1 else _HARDWARE
     hardware = Hardware.load(find_config(arguments.hardware or default, "hardware"))
-    plan = plan_launch(launch, hardware)
-    print(plan.verdict, "", plan, sep="\n")
-    figures = partial(write_json, content=plan.as_json(), indent=1)
-    write_output(arguments.json, ": all figures", figures)
-    return int(bool(plan.problems))
+    return plan_launch(launch, hardware)
 
 
 def _recommend(arguments: argparse.Namespace) -> int:

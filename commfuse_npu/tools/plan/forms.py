@@ -67,6 +67,13 @@ class Form(NamedTuple):
     obstacle: str = ""
     used: bool = False
 
+    @property
+    def change(self) -> str:
+        """What to change in the launch to get this form; empty if nothing."""
+        leave_out = f"leave {self.without} out" if self.without else ""
+        add = f"add {self.flags}" if self.flags else ""
+        return " and ".join(filter(None, (leave_out, add)))
+
     def saves_little(self, others: Sequence[Form]) -> bool:
         """Whether one with a part of these options takes hardly longer."""
         options = set(self.flags.split())
@@ -100,13 +107,14 @@ class LaunchPlan(NamedTuple):
 
     @property
     def best(self) -> Form | None:
-        """The fastest form that can be launched; if none is simulated, CommFuse's first.
+        """The fastest form that can be launched and fits an NPU, if one does.
 
-        Then fused layers count only if at least one layer is fused, and no form that another one
-        has to make room for.
+        If none is simulated, it is CommFuse's first.  Then fused layers count only if at least one
+        layer is fused, and no form that another one has to make room for.
         """
         possible = [form for form in self.forms if not form.obstacle]
         timed = [form for form in possible if form.seconds is not None]
+        timed = [form for form in timed if self.fits(form)] or timed
         worth = [form for form in timed if form.used or not form.saves_little(timed)]
         if worth:
             return min(worth, key=lambda form: (form.seconds, not form.used))
@@ -115,40 +123,63 @@ class LaunchPlan(NamedTuple):
         return next((form for form in addable if form.name != _FUSED or fuses), None)
 
     @property
+    def present(self) -> Form:
+        """What the launch runs now: Megatron's order, unless it has the options of another form."""
+        return next((form for form in self.forms if form.used), self.forms[0])
+
+    @property
+    def saved(self) -> float | None:
+        """Share of the present time of a step that the best form saves; ``None`` if not known."""
+        now = self.present.seconds
+        best = self.best
+        if now is None or best is None or best.seconds is None:
+            return None
+        return 1 - best.seconds / now
+
+    def fits(self, form: Form) -> bool:
+        return (form.mebibytes or 0.0) <= self.usable
+
+    def _memory(self, form: Form) -> str:
+        """A sentence if the form does not fit."""
+        if self.fits(form):
+            return ""
+        return (
+            f" It probably runs out of memory: it needs {form.mebibytes:,.0f} MiB, and "
+            f"{self.usable:,.0f} MiB of an NPU are usable."
+        )
+
+    @property
     def verdict(self) -> str:
         if self.problems:
             return f"As it is, the launch would fail at its start: {self.problems[0]}"
         best = self.best
-        present = next((form for form in self.forms if form.used), self.forms[0])
-        if best is None or best.used or not (best.flags or best.without):
+        present = self.present
+        if best is None or best is present:
             why = [f"{form.name} is in use" for form in self.forms if form.used]
             why += [f"no {form.name} ({form.obstacle})" for form in self.forms if form.obstacle]
-            return f"Nothing to add: {', '.join(why) or 'this order is the fastest'}."
-        add = f"add {best.flags}" if best.flags else ""
-        leave_out = f"leave {best.without} out" if best.without else ""
-        change = " and ".join(filter(None, (leave_out, add)))
-        change = change[0].upper() + change[1:]
-        if best.seconds is None or present.seconds is None:
+            nothing = f"Nothing to add: {', '.join(why) or 'this order is the fastest'}."
+            return nothing + self._memory(present)
+        change = best.change[0].upper() + best.change[1:]
+        if self.saved is None:
             return f"{change}: {best.name}. The gain is not known."
         now = f"with {present.name}, as now" if present.used else "in Megatron's order"
         summary = (
-            f"{change}: with {best.name} a step takes {1 - best.seconds / present.seconds:.1%} "
+            f"{change}: with {best.name} a step takes {self.saved:.1%} "
             f"less time than {now} (simulated, {self.hardware}, typical figures)."
         )
-        if (present.mebibytes or 0.0) <= self.usable < (most := best.mebibytes or 0.0):
-            needs = f"{most:,.0f} MiB, and {self.usable:,.0f} MiB of an NPU are usable"
-            summary += f" It may run out of memory: it needs {needs}."
-        return summary
+        return summary + self._memory(best)
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.layout}"]
         lines += [f"error: {problem}" for problem in self.problems]
         lines += [f"Note: {note}." for note in self.notes]
-        head = "form", "ms per step", "MiB", "flags", "why it cannot be launched"
+        head = "form", "ms per step", "MiB", "flags", "why not"
         lines += ["", table_row(head), "|---|---:|---:|---|---|"]
         for form in self.forms:
             time = "-" if form.seconds is None else f"{1e3 * form.seconds:,.0f}"
             memory = "-" if form.mebibytes is None else f"{form.mebibytes:,.0f}"
+            if not self.fits(form):
+                memory += " (too much)"
             with_flags = f"`{form.flags}`" if form.flags else ""
             without = f"without `{form.without}`" if form.without else ""
             flags = ", ".join(filter(None, (with_flags, without))) or "-"

@@ -58,7 +58,7 @@ QUESTIONS = (
     ("plan --model broken.yaml", "broken.yaml is not valid yaml: line 2: expected ',' or"),
     ("plan -- ls", "the launch 'ls' is none that can be read; give pretrain_gpt.py ARGS, torchr"),
     ("plan -- --bf16", "--num-layers, --hidden-size, --num-attention-heads, --seq-length"),
-    ("plan", "give a launch script, a folder of profiles, or --model NAME"),
+    ("plan", "give a launch script, a folder of scripts or profiles, or --model NAME"),
     ("plan llama3_8b", "'llama3_8b' is no file and no folder; give a launch script, a"),
     ("plan empty.yaml", "empty.yaml holds nothing, not a mapping of name: value"),
     ("plan file --tp 2", "--tp: no effect without --model; leave it out"),

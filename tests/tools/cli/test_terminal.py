@@ -33,22 +33,46 @@ def test_a_pipe_gets_markdown(capsys) -> None:
     assert capsys.readouterr() == ("\n".join(SAID), "")
 
 
-@pytest.mark.parametrize("width", [66, 67])
-def test_a_table_that_fits_is_aligned(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def on_terminal(monkeypatch: pytest.MonkeyPatch, width: int, *said: str) -> list[str]:
+    """The lines that a terminal of this width shows."""
     monkeypatch.setenv("COLUMNS", str(width))
     out = Terminal()
     with redirect_stdout(out), redirect_stderr(io.StringIO()), terminal.rendered():
-        print(*SAID, sep="\n", end="")
-    said = "\n".join(["A heading", *SAID[1:]])
-    lines = said.replace("**other**", "other").replace("`", "").splitlines()
-    if width == 67:
-        lines[2:6] = [
-            "form   ms per step  why it cannot be launched",
-            "-----  -----------  -----------------------------------------------",
-            "fused   1,234.5 ms  --an-option says, in many words, that it cannot",
-            "other      99.5 ms  -",
-        ]
-    assert out.getvalue().splitlines() == lines
+        print(*said, sep="\n", end="")
+    return out.getvalue().splitlines()
+
+
+def test_a_table_that_fits_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_terminal(monkeypatch, 67, *SAID) == [
+        "A heading",
+        "f(*args), f(**kwargs)",
+        "form   ms per step  why it cannot be launched",
+        "-----  -----------  -----------------------------------------------",
+        "fused   1,234.5 ms  --an-option says, in many words, that it cannot",
+        "other      99.5 ms  -",
+        "",
+        "| no table, one row |",
+    ]
+
+
+def test_long_cells_of_a_wide_table_become_footnotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_terminal(monkeypatch, 48, *SAID[2:6]) == [
+        "form   ms per step  why it cannot be launched",
+        "-----  -----------  -------------------------",
+        "fused   1,234.5 ms  [1]",
+        "other      99.5 ms  -",
+        "[1] --an-option says, in many words, that it",
+        "    cannot",
+    ]
+
+
+def test_lines_break_between_words_but_commands_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "    bash a_script.sh --an-option --another"
+    assert on_terminal(monkeypatch, 24, "- one two three four five six", command) == [
+        "- one two three four",
+        "  five six",
+        command,
+    ]
 
 
 def test_a_terminal_shows_progress_until_output_follows(monkeypatch) -> None:

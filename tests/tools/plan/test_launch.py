@@ -92,10 +92,19 @@ def test_the_verdict_names_the_change_to_the_fastest_form(
     assert named[0]["used"] or f" {less:.1%} less time than" in report["verdict"]
 
 
-def test_a_form_that_may_need_more_memory_than_there_is_is_named(plan: Plan) -> None:
+def test_an_option_without_effect_is_no_form_to_leave(plan: Plan) -> None:
+    report = plan(f"{TP} {MANY} --tensor-model-parallel-size 1 --use-ascend-coc")
+    assert report["verdict"].startswith("Nothing to add: no overlap (no tensor, expert or context")
+
+
+def test_forms_that_do_not_fit_an_npu_are_marked(plan: Plan, capsys) -> None:
     stages = f"{TP} {MANY} --pipeline-model-parallel-size 2"
     tight = plan(f"{stages} --num-layers 48")
-    assert tight["verdict"].endswith("MiB of an NPU are usable.")
+    assert tight["verdict"].startswith("Add --use-ascend-mc2: ")
+    assert capsys.readouterr().out.count("(too much)") == 1
+    none = plan(f"{stages} --num-layers 96")
+    assert none["verdict"].endswith("MiB of an NPU are usable.")
+    assert all(form["mebibytes"] > none["usable"] for form in none["forms"])
     megatron, overlap, more = (form["mebibytes"] for form in tight["forms"][:3])
     assert megatron < overlap <= tight["usable"] < more
     # Without more memory a plain pipeline has no forwards beside gradients; a virtual one has.

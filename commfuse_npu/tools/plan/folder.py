@@ -1,0 +1,90 @@
+"""``commfuse-npu plan FOLDER``: a row for each launch script in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from commfuse_npu.config_file import ConfigError
+from commfuse_npu.plan import PlanError
+from commfuse_npu.runtime.atomic_write import write_json
+from commfuse_npu.tools.launch_script import NoTrainingError, UsageError
+from commfuse_npu.tools.option_types import write_output
+from commfuse_npu.tools.plan.forms import LaunchPlan
+from commfuse_npu.tools.terminal import table_head, table_row, tell
+
+_HEAD = "script", "now, ms", "best form", "less time", "MiB", "what to do"
+_LEGEND = (
+    "Time of a step, and memory of the fullest rank in the best form: simulated at typical "
+    "figures. `commfuse-npu plan SCRIPT` has all forms of one launch."
+)
+
+
+def launch_scripts(folder: Path) -> list[Path]:
+    """The shell scripts in a folder and below it."""
+    return sorted(path for path in folder.rglob("*.sh") if path.is_file())
+
+
+def plan_folder(folder: Path, plan: Callable[[list[str]], LaunchPlan], json: Path | None) -> int:
+    """Print a row for each launch; scripts that start no training are counted.
+
+    Args:
+        plan: plans the launch of a command line.
+        json: a file for the plans, by path of the script.
+
+    Returns:
+        The exit code: 0.
+    """
+    plans: dict[str, LaunchPlan | str] = {}
+    others = 0
+    for path in launch_scripts(folder):
+        name = str(path.relative_to(folder))
+        tell(f"{len(plans)} launches; reading {name}")
+        try:
+            plans[name] = plan(["bash", str(path)])
+        except NoTrainingError:
+            others += 1
+        except (PlanError, ConfigError, UsageError, ValueError, OSError) as error:
+            plans[name] = str(error)
+    print(table_head(_HEAD, numbers=False), *_rows(plans), sep="\n")
+    print(f"\n{len(plans)} launches; {others} other scripts start no training.\n\n{_LEGEND}")
+    content = {
+        name: {"error": found} if isinstance(found, str) else found.as_json()
+        for name, found in plans.items()
+    }
+    write_output(json, ": all figures", partial(write_json, content=content, indent=1))
+    return 0
+
+
+def _rows(plans: dict[str, LaunchPlan | str]) -> Iterator[str]:
+    """The launches with the largest gain first, those without a known gain last."""
+    order = sorted(plans.items(), key=_gain, reverse=True)
+    for name, found in order:
+        if isinstance(found, str):
+            yield table_row((name, "-", "-", "-", "-", found))
+            continue
+        best = found.best
+        change = found.verdict
+        if best is not None and best is not found.present and not found.problems:
+            change = best.change
+        gain = "-" if found.saved is None else f"{found.saved:.1%}"
+        yield table_row((
+            name,
+            _number(found.present.seconds, 1e3),
+            "-" if best is None else best.name,
+            gain,
+            _number(best and best.mebibytes),
+            change,
+        ))  # fmt: skip
+
+
+def _gain(item: tuple[str, LaunchPlan | str]) -> float:
+    found = item[1]
+    if isinstance(found, str) or found.saved is None:
+        return -1.0
+    return found.saved
+
+
+def _number(value: float | None, scale: float = 1.0) -> str:
+    return "-" if value is None else f"{scale * value:,.0f}"
