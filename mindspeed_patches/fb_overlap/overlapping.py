@@ -6,7 +6,8 @@ import functools
 import inspect
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,6 +54,7 @@ class _Training:
         overlap: runs the passes; ``None``: Megatron's order.
         first_step: watches the first step, then ``None``.
         alone: why no forward runs beside a backward, as the census found.
+        ahead: whether recomputations run ahead.
         checked: whether its gradients were compared with Megatron's order.
         reported: whether it was said what is hidden.
         steps: seconds of the steps that were timed.
@@ -61,6 +63,7 @@ class _Training:
     overlap: ForwardBackwardOverlap | None
     first_step: FirstStep | None = None
     alone: str | None = None
+    ahead: bool = False
     checked: bool = False
     reported: bool = False
     steps: list[float] = field(default_factory=list)
@@ -212,15 +215,12 @@ class Overlapping:
         overlap = training.overlap
         assert overlap is not None
         reason = training.alone or self._alone(plain, step, layout)
-        self._now = training
-        try:
+        with self._passes_of(training, overlap):
             if reason is None:
                 losses = OverlappedSchedule(overlap, **step).run()
             else:
                 self._say(f"no forward runs beside a backward: {reason}")
                 losses = plain(**step)
-        finally:
-            self._now = None
         overlap.check()
         if not training.reported:
             training.reported = True
@@ -228,6 +228,17 @@ class Overlapping:
             hidden = [f"{counts[0][kind]} of {counts[1][kind]} of {kind}s" for kind in counts[1]]
             self._say(f"in a step, another pass runs beside these transfers: {', '.join(hidden)}")
         return losses
+
+    @contextmanager
+    def _passes_of(self, training: _Training, overlap: ForwardBackwardOverlap) -> Iterator[None]:
+        """In the block, passes are those of this model."""
+        self._now = training
+        for kind in (self.recomputation.ahead, overlap.recompute_ahead):
+            kind.enabled = training.ahead
+        try:
+            yield
+        finally:
+            self._now = None
 
     def _alone(self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout) -> str | None:
         """Why no forward of this step can run beside a backward; ``None`` if it can."""
@@ -284,19 +295,15 @@ class Overlapping:
         overlap.states = pass_states(layout.models, overlap.device)
         forward = step["forward_step_func"]
         training.first_step = FirstStep(overlap, layout, forward, self.recomputation)
-        self.recomputation.ahead.enabled = False
-        self._now = training
-        try:
+        with self._passes_of(training, overlap):
             losses: list[Any] = plain(**step)
-        finally:
-            self._now = None
         decision = training.first_step.decide()
         training.first_step, training.alone = None, decision.alone
         if decision.off is not None:
             training.overlap = None
             self._say(f"off: {decision.off}")
             return losses
-        self.recomputation.ahead.enabled = decision.in_place is None
+        training.ahead = decision.in_place is None
         if decision.in_place is not None:
             self._say(f"no recomputation runs ahead: {decision.in_place}")
         overlap.states += decision.states

@@ -179,7 +179,7 @@ class Trainer:
         tokens, labels = (
             whole[:, self.rows].contiguous() for whole in (batch[:, :-1], batch[:, 1:])
         )
-        positions = torch.arange(LENGTH).expand(BATCH, -1)[:, self.rows]
+        positions = torch.arange(LENGTH).expand(BATCH, -1)[:, self.rows][:, : tokens.shape[1]]
         output = model(tokens, positions, mask, labels=labels, **packed)
 
         def loss(output: torch.Tensor) -> Any:

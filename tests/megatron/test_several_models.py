@@ -1,0 +1,101 @@
+"""Two models and a reference in one process: each keeps the bits of Megatron's own order."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from mindspeed_patches.fb_overlap import Overlapping
+from tests.megatron.models import BATCH, EXPERTS, RECOMPUTED, VOCABULARY, Case
+from tests.megatron.training import Trainer, layout
+
+LAYERS = 3
+DENSE = Case(tensor=2, options=RECOMPUTED | {"num_layers": LAYERS, "hidden_dropout": 0.1})
+SPARSE = DENSE.but(EXPERTS)
+MICROBATCHES = 2, 1, 4, 3
+"""Of each step."""
+LENGTHS = 8, 6, 16, 4, 12, 10
+"""Tokens of one micro-batch after the other: in the second step more than in the first."""
+
+
+class Dynamic(Trainer):
+    """Trains with micro-batches of these lengths."""
+
+    @staticmethod
+    def _batches(seed: int) -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            for length in LENGTHS:
+                yield torch.randint(VOCABULARY, (BATCH, length + 1), generator=generator)
+
+
+class Counted:
+    """How often norms ran, forwards and backwards."""
+
+    def __init__(self) -> None:
+        self.norms = 0
+
+    def scale(self, norm: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        """A forward hook whose result depends on the order of passes."""
+        self.norms += 1
+        if output.requires_grad:
+            output.register_hook(self.count)
+        return output * (1 + self.norms / 1024)
+
+    def count(self, gradient: torch.Tensor) -> None:
+        self.norms += 1
+
+
+def trained(rank: int, in_order: bool) -> list[str]:
+    """Bits of an actor and of a critic, with evaluations and a reference between their steps.
+
+    Args:
+        in_order: of the actor, no two passes can be swapped.
+    """
+    reference, actor, critic = Dynamic(DENSE), Dynamic(DENSE), Dynamic(SPARSE)
+    counted = Counted()
+    for layer in actor.models[0].module.decoder.layers if in_order else ():
+        layer.counted = counted
+        layer.input_layernorm.register_forward_hook(counted.scale)
+    bits = []
+    for number, microbatches in enumerate(MICROBATCHES):
+        for model in (reference, actor, critic):
+            model.case = replace(model.case, microbatches=microbatches)
+        with torch.no_grad():
+            reference.accumulate(forward_only=True)
+        if number % 2:
+            critic.accumulate(forward_only=True)
+        bits += [actor.run(1), critic.run(1)]
+    return [*bits, str(reference.losses)]
+
+
+def compare(rank: int, in_order: bool) -> SimpleNamespace:
+    """Numbers of pairs and of recomputations ahead, after a comparison of all bits."""
+    overlapping = Overlapping()
+    with layout(DENSE):
+        own = trained(rank, in_order)
+        overlapping.start()
+        try:
+            ours = trained(rank, in_order)
+        finally:
+            overlapping.stop()
+    assert ours == own
+    assert overlapping.overlap is not None
+    return SimpleNamespace(
+        pairs=overlapping.overlap.hand_overs["forward"], ahead=overlapping.recomputation.ahead.count
+    )
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_each_model_has_its_own_decision(ranks: Any, in_order: bool) -> None:
+    """Numbers and lengths of micro-batches change; the actor comes first."""
+    backwards = sum(MICROBATCHES[1:])
+    models = 1 if in_order else 2
+    for counts in ranks(2).run(compare, in_order):
+        assert (counts.pairs == 0) is in_order
+        assert counts.ahead == models * backwards * (LAYERS - 1)
