@@ -24,19 +24,15 @@ def to_host(counts: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 
 @contextlib.contextmanager
-def layout(case: Case) -> Iterator[None]:
-    """The groups of a case on a CPU; the remaining ranks are replicas."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+def experts_on_cpu() -> Iterator[None]:
+    """Megatron on a CPU, its experts included."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     from scripts.cpu_pretraining.megatron_on_cpu import megatron_on_cpu
 
-    warnings.simplefilter("ignore")
     # Dispatchers of experts copy counts to the host on a stream of their own.
     streams = {"stream": Finished, "Stream": _Stream, "current_stream": _Stream, "Event": Finished}
     with (
-        without_groups_afterwards(),
         mock.patch.multiple(torch.cuda, **streams),
         # They only copy tensors that are on a GPU.
         mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", to_host),
@@ -44,6 +40,17 @@ def layout(case: Case) -> Iterator[None]:
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
         megatron_on_cpu(),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def layout(case: Case) -> Iterator[None]:
+    """The groups of a case on a CPU; the remaining ranks are replicas."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    warnings.simplefilter("ignore")
+    with without_groups_afterwards(), experts_on_cpu():
         parallel_state.initialize_model_parallel(
             case.tensor,
             context_parallel_size=case.context,
