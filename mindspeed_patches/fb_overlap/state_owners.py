@@ -25,7 +25,7 @@ import torch
 _KNOWN = ("megatron.", "mindspeed.", "mindspeed_llm.", "transformer_engine.")
 _LIBRARIES = {
     *sys.stdlib_module_names,
-    *("torch", "torch_npu", "numpy", "commfuse_npu", "mindspeed_patches"),
+    *("torch", "torch_npu", "numpy", "typing_extensions", "commfuse_npu", "mindspeed_patches"),
 }
 _OF_A_STEP = "megatron.core.distributed."
 """Defines gradient buckets, which hold sums over micro-batches."""
