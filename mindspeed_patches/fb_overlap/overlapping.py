@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,14 @@ from commfuse_npu.plan.slots import (
     slots,
 )
 from commfuse_npu.runtime.order_log import shared_order_log
-from mindspeed_patches.fb_overlap.core_versions import Layout, alone, obstacle
+from mindspeed_patches.core_pieces import first_difference
+from mindspeed_patches.fb_overlap.core_versions import (
+    PIECES,
+    Layout,
+    alone,
+    groups_obstacle,
+    obstacle,
+)
 from mindspeed_patches.fb_overlap.first_step import FirstStep
 from mindspeed_patches.fb_overlap.gradient_check import checked_step
 from mindspeed_patches.fb_overlap.pass_states import pass_states, separate_scratch
@@ -70,7 +78,7 @@ class _Training:
 
 
 class Overlapping:
-    """Overlaps the transfers of a training with Megatron core 0.12 to 0.16.  Without MindSpeed::
+    """Overlaps the transfers of a training with Megatron core 0.12 to 0.19.  Without MindSpeed::
 
         Overlapping().start()  # on all ranks, before the first step
 
@@ -115,6 +123,11 @@ class Overlapping:
         self._now: _Training | None = None
         self._said: set[str] = set()
 
+    @functools.cached_property
+    def _difference(self) -> str | None:
+        """What this version of Megatron core lacks."""
+        return first_difference(PIECES)
+
     @property
     def overlap(self) -> ForwardBackwardOverlap | None:
         """Runs the passes of the first model; ``None`` before its second step, and if refused."""
@@ -122,7 +135,13 @@ class Overlapping:
         return None if first is None or first.first_step is not None else first.overlap
 
     def start(self) -> None:
-        """Wrap the schedules, also in modules that already imported them."""
+        """Wrap the schedules, also in modules that already imported them.
+
+        Does nothing, and says why, if this version of Megatron core is not supported.
+        """
+        if self._difference is not None:
+            self._say(f"off: {self._difference}")
+            return
         self.register(self._patches)
         self._patches.apply_patches()
 
@@ -168,9 +187,13 @@ class Overlapping:
         return training.overlap.run_together(**{kind: function})[0]
 
     def _run(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
-        layout = Layout(step)
         if step.get("forward_only"):
             return plain(**step)
+        reason = self._difference or groups_obstacle(step)
+        if reason is not None:
+            self._say(f"off: {reason}")
+            return plain(**step)
+        layout = Layout(step)
         reason = obstacle(layout.models, _config(layout))
         if reason is not None:
             self._say(f"off: {reason}")
@@ -324,7 +347,9 @@ class Overlapping:
     def _say(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
-            if dist.get_rank() == 0:
+            # Before groups are initialized, the launcher's number.
+            rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+            if rank == 0:
                 print(f"CommFuse: overlap: {line}", flush=True)
 
 

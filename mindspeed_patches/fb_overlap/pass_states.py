@@ -59,6 +59,13 @@ GLOBALS = {
 checkpoint, open ranges of the profiler, lengths and positions of packed documents, and the gathers
 of shared experts."""
 
+_OF_A_MICROBATCH = {
+    *("attention_mask", "mlp_norm_manager", "gate_score", "_overlap_state"),
+    *(f"cached_{part}" for part in ("fc1_input", "fc2_input", "fc2_output", "output")),
+}
+"""Attributes of modules that a forward writes and reads: the mask of MindSpeed-LLM's attention, an
+offloading that core 0.19 begins in any case, and results of overlapped shared experts."""
+
 _HARMLESS = (
     "mindspeed_llm.training.utils._ACTUAL_ATTN_RATIO_LIST",
     "mindspeed_llm.training.utils._ACTUAL_COUNT",
@@ -91,9 +98,9 @@ def pass_states(models: Sequence[torch.nn.Module], device: str) -> list[PassStat
 def _swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]]:
     """Objects and the names of their swapped attributes; an empty list stands for all attributes.
 
-    Some modules keep state of their last call: attention of MindSpeed-LLM keeps its mask, and a
-    module that recomputes a part keeps the checkpoint until it is hooked.  Expert dispatchers are
-    swapped completely: they hold shapes, counts and permutations of a micro-batch.
+    Some modules keep state of their last call; one that recomputes a part keeps the checkpoint
+    until it is hooked.  Expert dispatchers are swapped completely: they hold shapes, counts and
+    permutations of a micro-batch.
     """
     for name, names in GLOBALS.items():
         owner = sys.modules.get(name)
@@ -102,7 +109,7 @@ def _swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]
             yield owner, present
     for _, module in named_modules(models):
         for name, value in vars(module).items():
-            if name == "attention_mask" or type(value).__name__ == "CheckpointWithoutOutput":
+            if name in _OF_A_MICROBATCH or type(value).__name__ == "CheckpointWithoutOutput":
                 yield module, [name]
         dispatcher = vars(module).get("token_dispatcher")
         if dispatcher is not None:

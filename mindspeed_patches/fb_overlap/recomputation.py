@@ -57,11 +57,13 @@ class _Run:
         known: its calls; ``None`` if it is watched.
         readers: watch it.
         called: number of calls so far.
+        layer: the last row-parallel layer that was called.
     """
 
     known: Calls | None = None
     readers: Readers | None = None
     called: int = 0
+    layer: Any = None
 
 
 class Recomputation:
@@ -143,7 +145,7 @@ class Recomputation:
             outputs = self._run(run, function, inputs)
         self.most_bytes = max(self.most_bytes, saved_bytes(outputs))
         read = run.called - readers.unread(outputs)
-        self.calls[checkpoint] = Calls(_most_on_any_rank(read, inputs), run.called)
+        self.calls[checkpoint] = Calls(_most_on_any_rank(read, run.layer), run.called)
         hook_collectives()
         return outputs
 
@@ -164,6 +166,7 @@ class Recomputation:
         if run is None or getattr(layer, "is_expert", False):
             return forward(layer, *args, **kwargs)
         run.called += 1
+        run.layer = layer
         if run.readers is not None:
             with run.readers.follow_products():
                 return forward(layer, *args, **kwargs)
@@ -197,13 +200,14 @@ class Recomputation:
         return getattr(self._this_thread, "run", None)
 
 
-def _most_on_any_rank(read: int, inputs: tuple[Any, ...]) -> int:
-    """The largest number in the tensor-parallel group: all ranks leave out the same transfers."""
+def _most_on_any_rank(read: int, layer: Any) -> int:
+    """The largest number among the ranks of a layer: all of them leave out the same transfers."""
+    if layer is None:
+        return read
     from megatron.core import parallel_state
 
-    device = next(leaf.device for leaf in inputs if torch.is_tensor(leaf))
-    most = torch.tensor([read], device=device)
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = getattr(layer, "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
+    most = torch.tensor([read], device=layer.weight.device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     return int(most.item())
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_patches.fb_overlap.core_versions import supported_keywords
+from mindspeed_patches.core_pieces import supported_keywords
 from tests.patches.launches import real_arguments
 
 LENGTH, BATCH, VOCABULARY = 16, 2, 64
@@ -47,6 +47,7 @@ class Case:
         tied: embedding and output layer have the same weight.
         frozen: a part of the names of weights that are not trained.
         groups: pass the process groups, as later versions allow.
+        lengths: of the sequences of micro-batches, in turns.
         typed: a model of MindSpeed-LLM's fine-tuning has no type.
     """
 
@@ -66,6 +67,7 @@ class Case:
     tied: bool = False
     frozen: str | None = None
     groups: bool = False
+    lengths: tuple[int, ...] = (LENGTH,)
     typed: bool = True
 
     @property

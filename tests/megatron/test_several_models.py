@@ -1,6 +1,5 @@
 """Two models and a reference in one process: each keeps the bits of Megatron's own order."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,27 +10,17 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from mindspeed_patches.fb_overlap import Overlapping
-from tests.megatron.models import BATCH, EXPERTS, RECOMPUTED, VOCABULARY, Case
+from tests.megatron.models import EXPERTS, RECOMPUTED, Case
 from tests.megatron.training import Trainer, layout
 
 LAYERS = 3
-DENSE = Case(tensor=2, options=RECOMPUTED | {"num_layers": LAYERS, "hidden_dropout": 0.1})
-SPARSE = DENSE.but(EXPERTS)
 MICROBATCHES = 2, 1, 4, 3
 """Of each step."""
 LENGTHS = 8, 6, 16, 4, 12, 10
 """Tokens of one micro-batch after the other: in the second step more than in the first."""
-
-
-class Dynamic(Trainer):
-    """Trains with micro-batches of these lengths."""
-
-    @staticmethod
-    def _batches(seed: int) -> Iterator[torch.Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            for length in LENGTHS:
-                yield torch.randint(VOCABULARY, (BATCH, length + 1), generator=generator)
+DROPOUT = {"num_layers": LAYERS, "hidden_dropout": 0.1}
+DENSE = Case(tensor=2, lengths=LENGTHS, options=RECOMPUTED | DROPOUT)
+SPARSE = DENSE.but(EXPERTS)
 
 
 class Counted:
@@ -57,7 +46,7 @@ def trained(rank: int, in_order: bool) -> list[str]:
     Args:
         in_order: of the actor, no two passes can be swapped.
     """
-    reference, actor, critic = Dynamic(DENSE), Dynamic(DENSE), Dynamic(SPARSE)
+    reference, actor, critic = Trainer(DENSE), Trainer(DENSE), Trainer(SPARSE)
     counted = Counted()
     for layer in actor.models[0].module.decoder.layers if in_order else ():
         layer.counted = counted
