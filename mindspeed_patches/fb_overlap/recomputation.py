@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -223,12 +224,12 @@ def identity(function: Callable[..., Any], outer: frozenset[int] = frozenset()) 
         outer: functions that contain this one, which may close over them.
     """
     if isinstance(function, MethodType):
-        return identity(function.__func__, outer), id(function.__self__)
+        return identity(function.__func__, outer), _object(function.__self__)
     if isinstance(function, functools.partial):
         bound = (*function.args, *function.keywords.values())
         return identity(function.func, outer), tuple(_content(value, outer) for value in bound)
     if not isinstance(function, FunctionType):
-        return id(function)
+        return _object(function)
     if id(function) in outer:
         return function.__code__
     outer |= {id(function)}
@@ -238,7 +239,12 @@ def identity(function: Callable[..., Any], outer: frozenset[int] = frozenset()) 
 
 def _content(value: Any, outer: frozenset[int]) -> Hashable:
     if isinstance(value, torch.nn.Module):
-        return id(value)
+        return _object(value)
     if callable(value):
         return identity(value, outer)
     return type(value), value if isinstance(value, (int, str)) else None
+
+
+def _object(value: Any) -> Hashable:
+    """Equal for this object only: a later module may get its address."""
+    return weakref.ref(value) if isinstance(value, torch.nn.Module) else id(value)
