@@ -144,6 +144,23 @@ class Layout:
         """Arguments of :func:`~commfuse_npu.plan.slots.slots` for this rank."""
         return self.stages, self.stage, len(self.models), microbatches
 
+    def joined_replicas(self) -> dist.ProcessGroup | None:
+        """All ranks of the stage, if collectives join them while passes run.
+
+        Those are of experts, and of buckets that are reduced or gathered meanwhile.  Otherwise
+        replicas may differ in their passes, whose collectives may depend on the data.
+        """
+        from megatron.core import utils
+
+        sharding = [getattr(model, "ddp_config", None) for model in self.models]
+        joined = any(
+            getattr(config, name, config is None)
+            for config in sharding
+            for name in ("overlap_grad_reduce", "overlap_param_gather")
+        )
+        experts = getattr(utils.get_model_config(self.models[0]), "num_moe_experts", None)
+        return self.replicas if joined or experts else None
+
     def hidden(self) -> list[dist.ProcessGroup]:
         """Groups of tensor, expert and context parallelism with more than one rank, including
         MindSpeed's hybrid context parallelism."""

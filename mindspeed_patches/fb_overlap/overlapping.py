@@ -312,7 +312,7 @@ class Overlapping:
         if self._order_log is not None:
             log = shared_order_log(self._order_log, dist.get_rank(), dist.get_world_size())
         overlap = training.overlap = ForwardBackwardOverlap(
-            groups, waits_in=_WAITS_OF_EXPERTS, replicas=layout.replicas, order_log=log
+            groups, waits_in=_WAITS_OF_EXPERTS, replicas=layout.joined_replicas(), order_log=log
         )
         separate_scratch()
         overlap.states = pass_states(layout.models, overlap.device)

@@ -88,3 +88,47 @@ def test_each_model_has_its_own_decision(ranks: Any, in_order: bool) -> None:
     for counts in ranks(2).run(compare, in_order):
         assert (counts.pairs == 0) is in_order
         assert counts.ahead == models * backwards * (LAYERS - 1)
+
+
+class Chunked(Trainer):
+    """Computes the loss in chunks, with an all-reduce for each; their number depends on the data.
+
+    The first micro-batches of both replicas have the same number.
+    """
+
+    def forward(self, data: Any, model: Any) -> Any:
+        from megatron.core import parallel_state
+
+        output, loss = super().forward(data, model)
+        chunks = 1 + len(self.losses) * parallel_state.get_data_parallel_rank()
+
+        def chunked(output: torch.Tensor) -> Any:
+            rows = output.float().mean(0, keepdim=True).expand(chunks, -1) / chunks
+            for row in rows.detach().unbind():
+                torch.distributed.all_reduce(
+                    row.clone(), group=parallel_state.get_tensor_model_parallel_group()
+                )
+            return rows.sum(), loss(output)[1]
+
+        return output, chunked
+
+
+def with_chunks(rank: int) -> int:
+    """The number of pairs, after a comparison of all bits."""
+    overlapping = Overlapping()
+    case = replace(DENSE, replicas=2, microbatches=3)
+    with layout(case):
+        own = Chunked(case).run(3)
+        overlapping.start()
+        try:
+            ours = Chunked(case).run(3)
+        finally:
+            overlapping.stop()
+    assert ours == own
+    assert overlapping.overlap is not None
+    return overlapping.overlap.hand_overs["forward"]
+
+
+def test_replicas_may_have_other_numbers_of_chunks(ranks: Any) -> None:
+    """As verl's entropy in chunks, where lengths differ: no collective joins the replicas."""
+    assert all(ranks(4).run(with_chunks))
