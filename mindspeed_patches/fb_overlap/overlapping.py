@@ -65,7 +65,7 @@ class _Training:
         ahead: whether recomputations run ahead.
         checked: whether its gradients were compared with Megatron's order.
         reported: whether it was said what is hidden.
-        steps: seconds of the steps that were timed.
+        steps: seconds per micro-batch of the steps that were timed.
     """
 
     overlap: ForwardBackwardOverlap | None
@@ -227,9 +227,10 @@ class Overlapping:
             losses = plain(**step)
         else:
             losses = self._overlapped(plain, layout, training, **step)
-        training.steps.append(clock() - start)
+        microbatches = step["num_microbatches"]
+        training.steps.append((clock() - start) / microbatches)
         if len(training.steps) == _WARM_UP + 2 * _EACH_WAY:
-            self._keep_the_faster(training)
+            self._keep_the_faster(training, microbatches)
         return losses
 
     def _overlapped(
@@ -285,14 +286,14 @@ class Overlapping:
                 )
         return None
 
-    def _keep_the_faster(self, training: _Training) -> None:
-        """Decide on all ranks by the medians of timed steps."""
+    def _keep_the_faster(self, training: _Training, microbatches: int) -> None:
+        """Decide on all ranks by the medians of timed steps, for a step of this size."""
         assert training.overlap is not None
         timed = training.steps[_WARM_UP:]
         medians = [statistics.median(timed[::2]), statistics.median(timed[1::2])]
         slowest = torch.tensor(medians, device=training.overlap.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        in_order, overlapped = (1e3 * seconds for seconds in slowest.tolist())
+        in_order, overlapped = (1e3 * microbatches * seconds for seconds in slowest.tolist())
         compared = f"a step takes {overlapped:.1f} ms, {in_order:.1f} ms in Megatron's order"
         if overlapped >= in_order:
             training.overlap = None

@@ -1,5 +1,7 @@
 """Two models and a reference in one process: each keeps the bits of Megatron's own order."""
 
+import io
+from contextlib import redirect_stdout
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -132,3 +134,30 @@ def with_chunks(rank: int) -> int:
 def test_replicas_may_have_other_numbers_of_chunks(ranks: Any) -> None:
     """As verl's entropy in chunks, where lengths differ: no collective joins the replicas."""
     assert all(ranks(4).run(with_chunks))
+
+
+def decided(rank: int) -> str:
+    """What is printed if overlapped steps take 3 s for 4 micro-batches, others 2 s for 2."""
+    case = DENSE.but({"num_layers": 1})
+    numbers = [2, 2, *[2, 4] * 3, 2]
+    overlapping, printed = Overlapping(), io.StringIO()
+    clock = [0.0]
+    for number in numbers[1:-1]:
+        clock += [clock[-1], clock[-1] + (2.0 if number == 2 else 3.0)]
+    overlapping.clock = iter(clock[1:]).__next__
+    with layout(case), redirect_stdout(printed):
+        overlapping.start()
+        try:
+            trainer = Trainer(case)
+            for number in numbers:
+                trainer.case = replace(case, microbatches=number)
+                trainer.run(1)
+        finally:
+            overlapping.stop()
+    return printed.getvalue()
+
+
+def test_steps_are_timed_per_microbatch(ranks: Any) -> None:
+    printed, _ = ranks(2).run(decided)
+    assert "takes 3000.0 ms, 4000.0 ms in Megatron's order" in printed
+    assert "off: " not in printed
