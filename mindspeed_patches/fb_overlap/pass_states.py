@@ -8,6 +8,7 @@ points, globals, class attributes, attributes of objects, variables of closures 
 containers are compared with their previous values (:mod:`.state_owners` says of which).
 
 - What one kind of pass alone writes is swapped, too: another one may read it.
+- So is a function that passes patch while they run, even if several kinds do: it is no sum.
 - A list to which one kind of pass only appends, and from whose front another one only takes, is a
   queue of micro-batches.  Both see them in Megatron's order, so it is shared.
 - What else a forward and a backward both write may be a sum over micro-batches, which swapping
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -216,8 +218,10 @@ class Census:
 
 
 def _ends(writers: Mapping[str, set[str]]) -> list[set[str]]:
-    """The kinds of passes at each end of a queue; of anything else, all kinds that write it."""
+    """The kinds of passes at each end of a queue, none of a patch, else all kinds that write it."""
     ends = list(writers.values())
+    if set(writers) == {"patch"}:
+        return []
     if set(writers) == {"append", "take"} and ends[0].isdisjoint(ends[1]):
         return ends
     return [set().union(*ends)]
@@ -228,7 +232,9 @@ def _any_of(some: Collection[str], kinds: set[str]) -> bool:
 
 
 def _change(before: Any, value: Any) -> str:
-    """``append`` to a list, ``take`` from its front, or ``write``."""
+    """``append`` to a list, ``take`` from its front, ``patch`` a function, or ``write``."""
+    if inspect.isroutine(before) and inspect.isroutine(value):
+        return "patch"
     lists = isinstance(before, tuple) and isinstance(value, tuple) and before[0] is value[0]
     if not lists or (value[0] is not list and value[0] is not deque):
         return "write"
