@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
+from commfuse_npu.packages import MEGATRON, NEWEST_CORE
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -69,7 +71,8 @@ def first_difference(pieces: Iterable[Piece]) -> str | None:
     for piece in pieces:
         found = piece.difference()
         if found is not None:
-            return f"{found} in this version of Megatron core; use 0.12 to 0.19"
+            newest = ".".join(map(str, NEWEST_CORE))
+            return f"{found} in this version of Megatron core; use {MEGATRON} to {newest}"
     return None
 
 

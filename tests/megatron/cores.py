@@ -31,6 +31,8 @@ TP = Case(tensor=2, microbatches=4, options=LAYERS)
 PP = Case(stages=2, microbatches=8, options=LAYERS)
 EP = Case(experts=2, replicas=2, microbatches=4, options=DISPATCHED | DISTRIBUTED | LAYERS)
 VPP = Case(stages=2, chunks=2, microbatches=4)
+BESIDE = {"moe_shared_expert_overlap": True}
+HYBRID = TP.but({"num_layers": 4}, pattern="*-|*-")
 RECOMPUTED_TP = TP.but(RECOMPUTED | DROPOUT)
 # The default dispatcher would refuse it, although there are no experts.
 VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
@@ -47,6 +49,11 @@ KINDS = {
     "TP 2, SP, variable lengths, recomputed": (replace(TP.but(RECOMPUTED), lengths=LENGTHS),),
     "PP 2 x TP 2, SP, variable lengths": (replace(TP.but(VARIABLE), stages=2, lengths=LENGTHS),),
     "TP 2, SP, two models": (RECOMPUTED_TP, TP),
+    "EP 2, overlapped shared experts, recomputed": (EP.but(RECOMPUTED | BESIDE),),
+    "TP 2, SP, hybrid model, recomputed": (replace(HYBRID, pattern="*-*-"),),
+    "PP 2 x TP 2, SP, hybrid model": (
+        replace(TP.but({"num_layers": 4}), stages=2, microbatches=6, pattern="*-|*-"),
+    ),
 }
 """One case for each model."""
 
