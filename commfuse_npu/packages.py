@@ -16,6 +16,7 @@ from pathlib import Path
 
 __all__ = [
     "MEGATRON",
+    "NEWEST_CORE",
     "NPU_TORCH",
     "SUPPORTED_LLM",
     "TOGETHER",
@@ -34,6 +35,8 @@ TOGETHER = (
     "<version>_core_r0.12.1 or master, and Megatron-LM core_v0.12.1"
 )
 
+NEWEST_CORE = (0, 19)
+"""The newest Megatron core that is supported without MindSpeed."""
 WITHOUT_MINDSPEED = (0, 17)
 """From this version of Megatron core on, MindSpeed has no layers with norm of its own."""
 WHY_WITHOUT = (

@@ -42,6 +42,7 @@ from mindspeed_patches.attention import (
     heads_obstacle,
     proj_obstacle,
 )
+from mindspeed_patches.core_pieces import Piece, first_difference
 from mindspeed_patches.lanes import TENSOR_PARALLEL, LaneUser
 from mindspeed_patches.layer_names import layer_name, named_init_wrapper, register_names
 from mindspeed_patches.patching import around
@@ -59,6 +60,16 @@ Output = tuple[torch.Tensor, torch.Tensor | None]
 
 _logger = logging.getLogger(__name__)
 _MODULE = "megatron.core.tensor_parallel.layers"
+_READ = "weight skip_bias_add bias sequence_parallel gradient_accumulation_fusion"
+_FORWARDS = (
+    Piece(
+        f"{_MODULE}.ColumnParallelLinear.forward",
+        "self input_ weight runtime_gather_output",
+        read=f"{_READ} gather_output output_size_per_partition input_size",
+    ),
+    Piece(f"{_MODULE}.RowParallelLinear.forward", "self input_", read=f"{_READ} input_is_parallel"),
+)
+_MORE_ARGUMENTS = "its forward gets arguments that are not known"
 _SELF_ATTENTION = "megatron.core.transformer.attention.SelfAttention.__init__"
 _NORM_COLUMN = (
     "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
@@ -121,6 +132,11 @@ class LinearWrappers(LaneUser):
         self._hidden = hidden
         self._options = by_fusion(options)
         self.reported: set[tuple[str, str]] = set()
+
+    @functools.cached_property
+    def _difference(self) -> str | None:
+        """What this version of Megatron core lacks."""
+        return first_difference(_FORWARDS)
 
     def opened(self) -> None:
         """Apply the hardware description of this NPU, and measure the cost of a post if needed.
@@ -193,8 +209,13 @@ class LinearWrappers(LaneUser):
         input_: torch.Tensor,
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
+        *more: Any,
+        **named: Any,
     ) -> Output:
         """``forward(input_, weight=None, runtime_gather_output=None) -> (output, bias)``."""
+        if more or named:
+            self.fall_back(layer_name(layer), _MORE_ARGUMENTS)
+            return forward(layer, input_, weight, runtime_gather_output, *more, **named)
         used = layer.weight if weight is None else weight
         expected = layer.output_size_per_partition, layer.input_size
         if used is None or (weight is not None and weight.shape != expected):
@@ -227,12 +248,19 @@ class LinearWrappers(LaneUser):
 
     @around
     def row_forward_wrapper(
-        self, forward: Callable[..., Output], layer: Any, input_: torch.Tensor
+        self,
+        forward: Callable[..., Output],
+        layer: Any,
+        input_: torch.Tensor,
+        *more: Any,
+        **named: Any,
     ) -> Output:
         """``forward(input_) -> (output, bias)``."""
         name = layer_name(layer)
         lanes = self.lanes()
         reason = self._obstacle(layer, input_.shape[:-1].numel() // lanes.size)
+        if more or named:
+            reason = _MORE_ARGUMENTS
         options = self._options[layer.gradient_accumulation_fusion]
         if isinstance(input_, DeferredAttention):
             if reason is None:
@@ -242,7 +270,7 @@ class LinearWrappers(LaneUser):
             input_ = input_.value()
         if reason is not None:
             self.fall_back(name, reason)
-            return forward(layer, input_)
+            return forward(layer, input_, *more, **named)
         self.calls[name, "fused"] += 1
         added, apart = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
         y = linear_reduce_scatter(input_, layer.weight, added, transport=lanes, options=options)
@@ -289,6 +317,8 @@ class LinearWrappers(LaneUser):
             rows: of a rank's block, if known.
             gather: whether its output is gathered.
         """
+        if self._difference is not None:
+            return self._difference
         name = layer_name(layer)
         row = hasattr(layer, "input_is_parallel")
         if gather:
@@ -303,6 +333,8 @@ class LinearWrappers(LaneUser):
         # Layers of Megatron core 0.13 and later have a group of their own.
         if getattr(layer, "tp_group", None) not in (None, self.lanes().group):
             return "it transfers over another group than the tensor-parallel one"
+        if getattr(layer, "gtp_remat_size", 1) > 1:
+            return "gtp_weight_remat_size divides its weight, which Megatron gathers in the layer"
         if getattr(layer, "explicit_expert_comm", False):
             return (
                 "moe_shared_expert_overlap gathers and scatters outside of the layer (leave "

@@ -1,6 +1,6 @@
 # Sourced by the other scripts: creates a virtual environment in .venv with pinned packages.
 #
-#   prepare_environment cpu [test] [npu]
+#   prepare_environment cpu [test] [npu] [core]
 #
 # The first call installs everything; a later one installs what has changed or was not completed.
 # Packages are installed without their dependencies, each pinned in scripts/requirements:
@@ -10,16 +10,20 @@
 # .venv behind it, and stand-ins for CANN. In .venv itself torch_npu would break `import torch`. If
 # it cannot be created, the rest continues without it.
 #
+# "core" is a third one, .venv-core, with the newest megatron-core, which needs Python 3.12. Without
+# python3.12, the rest continues without it, too.
+#
 #   PYTHON         the interpreter of a new environment, 3.10 to 3.13; default python3
 #   COMMFUSE_VENV  its folder; default .venv in the repository
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${COMMFUSE_VENV:-$ROOT/.venv}"
 NPU_VENV="$VENV-npu"
+CORE_VENV="$VENV-core"
 REQUIREMENTS="$ROOT/scripts/requirements"
 
 prepare_environment() {
-    local name npu=false
+    local name npu=false core=false
     create_environment || return
     # Before installing: from Python 3.12 on megatron-core is built, and its setup.py runs python3.
     export PATH="$VENV/bin:$PATH"
@@ -27,6 +31,7 @@ prepare_environment() {
     once "$VENV" "$REQUIREMENTS/torch.txt" install_torch || return
     for name in "$@"; do
         if [ "$name" = npu ]; then npu=true && continue; fi
+        if [ "$name" = core ]; then core=true && continue; fi
         once "$VENV" "$REQUIREMENTS/$name.txt" install_file || return
     done
     once "$VENV" "$ROOT/setup.py" install_project || return
@@ -36,6 +41,9 @@ prepare_environment() {
         CUDA_VISIBLE_DEVICES=
     if "$npu" && ! prepare_npu_environment; then
         echo "No $NPU_VENV (see above): tests/npu will be skipped." >&2
+    fi
+    if "$core" && ! prepare_core_environment; then
+        echo "No $CORE_VENV (see above): the test on the newest Megatron core will be skipped." >&2
     fi
 }
 
@@ -95,6 +103,16 @@ install_project() {
 
 install_packages() {
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$@"
+}
+
+prepare_core_environment() {
+    local VENV="$CORE_VENV" PYTHON=python3.12
+    if [ ! -e "$VENV/bin/pip" ] && ! python3.12 --version >/dev/null 2>&1; then
+        echo "The newest Megatron core needs python3.12, which was not found." >&2
+        return 1
+    fi
+    create_environment && once "$VENV" "$REQUIREMENTS/torch.txt" install_torch &&
+        once "$VENV" "$REQUIREMENTS/core.txt" install_file
 }
 
 prepare_npu_environment() {

@@ -6,7 +6,7 @@
 #   bash scripts/test.sh tests/plan -k chunks  arguments are passed to pytest
 set -eu
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare_environment cpu test npu
+prepare_environment cpu test npu core
 cd "$ROOT"
 
 options=(-m "not long")

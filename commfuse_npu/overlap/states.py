@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -66,8 +67,8 @@ class RandomState(PassState):
 class Attributes(PassState):
     """Attributes of a module, a class or an object: those named, or all if none is named.
 
-    A list, dictionary or set stays the same object, as there may be other references to it; its
-    contents are swapped.
+    A list, deque, dictionary or set stays the same object, as there may be other references to it;
+    its contents are swapped.
     """
 
     def __init__(self, owner: Any, *names: str) -> None:
@@ -78,7 +79,7 @@ class Attributes(PassState):
         if self._names:
             values = {name: getattr(self._owner, name) for name in self._names}
         return {
-            name: (value, value.copy() if isinstance(value, (list, dict, set)) else None)
+            name: (value, value.copy() if isinstance(value, (list, deque, dict, set)) else None)
             for name, value in values.items()
         }
 
@@ -86,7 +87,7 @@ class Attributes(PassState):
         for name, (value, content) in saved.items():
             if content is not None:
                 value.clear()
-                (value.extend if isinstance(value, list) else value.update)(content)
+                (value.extend if isinstance(value, (list, deque)) else value.update)(content)
             setattr(self._owner, name, value)
 
     def same(self, before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
@@ -95,7 +96,7 @@ class Attributes(PassState):
         return _items(before[1]) == _items(after[1])
 
 
-def _items(content: list[Any] | dict[Any, Any] | set[Any] | None) -> list[tuple[Any, int]]:
+def _items(content: Iterable[Any] | None) -> list[tuple[Any, int]]:
     """The contents of a container, by identity."""
     if isinstance(content, dict):
         return [(key, id(value)) for key, value in content.items()]

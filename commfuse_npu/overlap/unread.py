@@ -111,12 +111,6 @@ class Readers(TorchDispatchMode):
                 read += map(self._depends_on, saved)
         return len(self._first_nodes) - max(read)
 
-    def _read(self) -> None:
-        """A result was read, perhaps of the last block so far: follow none of them any longer."""
-        self._blocks_read = len(self._first_nodes)
-        self._storages.clear()
-        self._tensors.clear()
-
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -140,7 +134,8 @@ class Readers(TorchDispatchMode):
                 if torch.is_tensor(leaf):
                     self._follow(leaf, blocks)
                 elif isinstance(leaf, (bool, int, float, complex)):
-                    self._read()
+                    # The host reads it.
+                    self._blocks_read = max(self._blocks_read, blocks)
         return result
 
     def _depends_on(self, tensor: torch.Tensor) -> int:

@@ -1,9 +1,8 @@
-"""Differences between Megatron core 0.12 and 0.16, detected by signatures, not version numbers."""
+"""Differences between Megatron core 0.12 and 0.19, detected by signatures, not version numbers."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +11,70 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.plan.slots import slots
+from mindspeed_patches.core_pieces import Piece
+
+_CORE = "megatron.core"
+_SCHEDULES = f"{_CORE}.pipeline_parallel.schedules"
+_STATE = f"{_CORE}.parallel_state"
+_LAYERS = f"{_CORE}.tensor_parallel.layers"
+_RANDOM = f"{_CORE}.tensor_parallel.random"
+
+PIECES = (
+    Piece(f"{_SCHEDULES}.get_forward_backward_func", "", "pp_size vp_size schedule_pg_collection"),
+    Piece(
+        f"{_SCHEDULES}.forward_step",
+        "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store "
+        "config collect_non_loss_data checkpoint_activations_microbatch is_first_microbatch "
+        "current_microbatch",
+        "cp_group_size vp_stage is_last_stage",
+    ),
+    Piece(
+        f"{_SCHEDULES}.backward_step",
+        "input_tensor output_tensor output_tensor_grad config",
+        "model_type pipeline_model_parallel_size",
+    ),
+    Piece(f"{_SCHEDULES}.deallocate_output_tensor", "out deallocate_pipeline_outputs"),
+    Piece(
+        f"{_SCHEDULES}.get_tensor_shapes",
+        "seq_length micro_batch_size decoder_seq_length config",
+        "rank model_type encoder_decoder_xattn tp_group cp_group",
+    ),
+    Piece(f"{_SCHEDULES}.clear_embedding_activation_buffer", "config model", "is_last_stage"),
+    Piece(
+        f"{_SCHEDULES}.finish_embedding_wgrad_compute",
+        "config embedding_module",
+        "is_last_stage tp_group",
+    ),
+    Piece(f"{_RANDOM}.CheckpointFunction.forward", "ctx run_function distribute_saved_activations"),
+    Piece(f"{_RANDOM}.get_cuda_rng_tracker"),
+    Piece(f"{_LAYERS}.RowParallelLinear.forward", "self input_"),
+    Piece(
+        f"{_LAYERS}.LinearWithGradAccumulationAndAsyncCommunication.backward",
+        "ctx grad_output",
+        read="gradient_accumulation_fusion grad_output_buffer wgrad_deferral_limit use_bias "
+        "sequence_parallel saved_tensors",
+    ),
+    Piece(
+        f"{_CORE}.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.register_grad_ready",
+        "self param",
+    ),
+    Piece(f"{_CORE}.utils.GlobalMemoryBuffer.get_tensor", "self tensor_shape dtype name"),
+    Piece(
+        f"{_CORE}.utils.prepare_input_tensors_for_wgrad_compute", "grad_output all_gathered_input"
+    ),
+    Piece(f"{_CORE}.utils.get_model_config", "model"),
+    Piece(f"{_CORE}.utils.get_model_type", "model"),
+    *(
+        Piece(f"{_STATE}.get_{name}_group")
+        for name in ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel")
+    ),
+    Piece(f"{_STATE}.get_tensor_and_data_parallel_group", "with_context_parallel"),
+)
+"""What the overlap calls and wraps in all versions."""
 
 _OWN_SCHEDULE = "it is a schedule of its own"
 _GRAPHS = "CUDA graphs cannot hold a forward and a backward at once"
+_FREES_PARAMETERS = "a backward frees parameters that the forward beside it uses"
 _ONE_AT_A_TIME = "it keeps track of one micro-batch at a time"
 _EXCLUDED = {
     "overlap_moe_expert_parallel_comm": _OWN_SCHEDULE,
@@ -28,8 +88,21 @@ _EXCLUDED = {
     "num_microbatches_with_partial_activation_checkpoints": "it counts them in another order",
     "tp_comm_overlap": "its transfers are inside TransformerEngine, in one buffer for all layers",
     "symmetric_ar_type": "its transfers are inside TransformerEngine, in memory that ranks share",
+    "moe_paged_stash": _ONE_AT_A_TIME,
+    "overlap_dispatch_backward_with_experts_wgrad": _OWN_SCHEDULE,
 }
 """Attributes of a model's config that exclude the overlap, and the reason."""
+_SHARDED_WEIGHTS = "gtp_weight_remat_size", "expert_gtp_weight_remat_size"
+"""Attributes whose value, if larger than 1, is the number of ranks that gather weights."""
+_FLEX_BACKENDS = "hybridep", "ncclep"
+"""Backends of the flex dispatcher whose buffers all layers share."""
+_STEP = {
+    *("forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length"),
+    *("micro_batch_size", "decoder_seq_length", "forward_only", "collect_non_loss_data"),
+    *("first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection"),
+    *("grad_finalize_pgs", "force_all_reduce"),
+}
+"""Arguments of a schedule in all versions."""
 _HIDDEN = {
     "tp": "tensor_model_parallel",
     "cp": "context_parallel",
@@ -42,16 +115,6 @@ _HIDDEN = {
 state."""
 
 
-@functools.cache
-def _names(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
-
-
-def supported_keywords(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
-    """The subset of ``offered`` that the installed version of ``function`` accepts."""
-    return {name: value for name, value in offered.items() if name in _names(function)}
-
-
 class Layout:
     """Model chunks and groups of a step, from its ``pg_collection`` or else the parallel state."""
 
@@ -61,22 +124,42 @@ class Layout:
         models = step["model"]
         self.models: list[torch.nn.Module] = models if isinstance(models, list) else [models]
         groups = self._given = step.get("pg_collection") or step.get("grad_finalize_pgs")
+        self.pipeline: dist.ProcessGroup | None
         if groups is None:
             self.tensor = parallel_state.get_tensor_model_parallel_group()
             self.context = parallel_state.get_context_parallel_group()
             self.pipeline = parallel_state.get_pipeline_model_parallel_group()
         else:
-            self.tensor, self.context, self.pipeline = groups.tp, groups.cp, groups.pp
+            self.tensor, self.context = groups.tp, groups.cp
+            # Without a pipeline, a collection needs no group of stages.
+            self.pipeline = getattr(groups, "pp", None)
         # All ranks of the stage; ``None`` if the caller has groups of its own without this one.
         self.replicas: dist.ProcessGroup | None = getattr(groups, "tp_dp_cp", None)
         if groups is None:
             self.replicas = parallel_state.get_tensor_and_data_parallel_group(True)
-        self.stages: int = self.pipeline.size()
-        self.stage: int = self.pipeline.rank()
+        self.stages: int = 1 if self.pipeline is None else self.pipeline.size()
+        self.stage: int = 0 if self.pipeline is None else self.pipeline.rank()
 
     def shape(self, microbatches: int) -> tuple[int, int, int, int]:
         """Arguments of :func:`~commfuse_npu.plan.slots.slots` for this rank."""
         return self.stages, self.stage, len(self.models), microbatches
+
+    def joined_replicas(self) -> dist.ProcessGroup | None:
+        """All ranks of the stage, if collectives join them while passes run.
+
+        Those are of experts, and of buckets that are reduced or gathered meanwhile.  Otherwise
+        replicas may differ in their passes, whose collectives may depend on the data.
+        """
+        from megatron.core import utils
+
+        sharding = [getattr(model, "ddp_config", None) for model in self.models]
+        joined = any(
+            getattr(config, name, config is None)
+            for config in sharding
+            for name in ("overlap_grad_reduce", "overlap_param_gather")
+        )
+        experts = getattr(utils.get_model_config(self.models[0]), "num_moe_experts", None)
+        return self.replicas if joined or experts else None
 
     def hidden(self) -> list[dist.ProcessGroup]:
         """Groups of tensor, expert and context parallelism with more than one rank, including
@@ -97,7 +180,9 @@ class Layout:
         return list({id(group): group for group in groups}.values())
 
 
-def exchange(step: dict[str, Any], config: Any, pipeline: dist.ProcessGroup) -> Callable[..., Any]:
+def exchange(
+    step: dict[str, Any], config: Any, pipeline: dist.ProcessGroup | None
+) -> Callable[..., Any]:
     """The installed version's function that exchanges tensors with both neighbors in a pipeline."""
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -109,6 +194,14 @@ def exchange(step: dict[str, Any], config: Any, pipeline: dist.ProcessGroup) -> 
     return communicate.send_forward_backward_recv_forward_backward
 
 
+def groups_obstacle(step: dict[str, Any]) -> str | None:
+    """Why the groups that a caller passes have no :class:`Layout`; ``None`` if they have one."""
+    groups = step.get("pg_collection") or step.get("grad_finalize_pgs")
+    if groups is None or (hasattr(groups, "tp") and hasattr(groups, "cp")):
+        return None
+    return f"{type(groups).__name__}: the parts of the model have groups of their own"
+
+
 def obstacle(models: Sequence[torch.nn.Module], config: Any) -> str | None:
     """Why these models cannot overlap, starting with the name of the setting; ``None`` if they
     can."""
@@ -118,7 +211,15 @@ def obstacle(models: Sequence[torch.nn.Module], config: Any) -> str | None:
         value = getattr(config, name, None)
         if value is not None and value is not False and value != "none":
             return f"{name}: {why}"
+    for name in _SHARDED_WEIGHTS:
+        if getattr(config, name, 1) > 1:
+            return f"{name}: it gathers weights ahead, in the order of one micro-batch"
+    backend = getattr(config, "moe_flex_dispatcher_backend", None)
+    if backend in _FLEX_BACKENDS and config.moe_token_dispatcher_type == "flex":
+        return f"moe_flex_dispatcher_backend: {backend} has one buffer for all layers"
     kinds = {type(module) for model in models for module in model.modules()}
+    if any(base.__name__ == "FSDPModule" for kind in kinds for base in kind.__mro__):
+        return f"FSDPModule: {_FREES_PARAMETERS}"
     for name in ("fp8", "fp4"):
         if getattr(config, name, None) and any(map(_of_transformer_engine, kinds)):
             return f"{name}: TransformerEngine keeps its scales for the whole job"
@@ -129,7 +230,7 @@ def obstacle(models: Sequence[torch.nn.Module], config: Any) -> str | None:
         sharding = getattr(model, "ddp_config", None)
         for name in ("use_custom_fsdp", "use_megatron_fsdp"):
             if getattr(sharding, name, False):
-                return f"{name}: a backward frees parameters that the forward beside it uses"
+                return f"{name}: {_FREES_PARAMETERS}"
     return None
 
 
@@ -149,8 +250,12 @@ def alone(step: dict[str, Any], layout: Layout, config: Any) -> str | None:
             f"--microbatch-group-size-per-virtual-pipeline-stage is "
             f"{config.microbatch_group_size_per_vp_stage}; it has to be the {layout.stages} stages"
         )
-    if chunks > 1 and config.variable_seq_lengths:
-        return "variable_seq_lengths: neighbors exchange shapes one way at a time"
+    for name in ("variable_seq_lengths", "mtp_standalone"):
+        if chunks > 1 and getattr(config, name, False):
+            return f"{name}: neighbors exchange shapes one way at a time"
+    unknown = sorted(name for name in step.keys() - _STEP if step[name] is not None)
+    if unknown:
+        return f"{unknown[0]}: this argument of Megatron's schedule is not known"
     if step.get("adjust_tensor_shapes_fn") is not None:
         return "adjust_tensor_shapes_fn: forwards and backwards then exchange different shapes"
     communicator = step.get("p2p_communicator")

@@ -59,7 +59,8 @@ class FirstStep:
         forward: Callable[..., Any],
         recomputation: Recomputation,
     ) -> None:
-        self._overlap, self._replicas = overlap, layout.replicas
+        self._overlap = overlap
+        self._peers = layout.joined_replicas() or layout.tensor
         self._recomputation = recomputation
         hook_collectives()  # before the census looks at the names that it wraps
         self._census = Census(layout.models, [forward])
@@ -124,10 +125,8 @@ class FirstStep:
         return Decision(self._different_points(), alone, in_place, census.states())
 
     def _different_points(self) -> str | None:
-        """The first point of a pass at which ranks of a stage differ, if any."""
-        group, points = self._replicas, dict(self._points)
-        if group is None:
-            return None
+        """The first point of a pass at which ranks that have to agree differ, if any."""
+        group, points = self._peers, dict(self._points)
         checksum = zlib.crc32(repr(sorted(points.items())).encode())
         device, _ = device_backend(group)
         checksums = torch.tensor([checksum, -checksum], device=device)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +27,14 @@ from commfuse_npu.plan.slots import (
     slots,
 )
 from commfuse_npu.runtime.order_log import shared_order_log
-from mindspeed_patches.fb_overlap.core_versions import Layout, alone, obstacle
+from mindspeed_patches.core_pieces import first_difference
+from mindspeed_patches.fb_overlap.core_versions import (
+    PIECES,
+    Layout,
+    alone,
+    groups_obstacle,
+    obstacle,
+)
 from mindspeed_patches.fb_overlap.first_step import FirstStep
 from mindspeed_patches.fb_overlap.gradient_check import checked_step
 from mindspeed_patches.fb_overlap.pass_states import pass_states, separate_scratch
@@ -53,21 +62,23 @@ class _Training:
         overlap: runs the passes; ``None``: Megatron's order.
         first_step: watches the first step, then ``None``.
         alone: why no forward runs beside a backward, as the census found.
+        ahead: whether recomputations run ahead.
         checked: whether its gradients were compared with Megatron's order.
         reported: whether it was said what is hidden.
-        steps: seconds of the steps that were timed.
+        steps: seconds per micro-batch of the steps that were timed.
     """
 
     overlap: ForwardBackwardOverlap | None
     first_step: FirstStep | None = None
     alone: str | None = None
+    ahead: bool = False
     checked: bool = False
     reported: bool = False
     steps: list[float] = field(default_factory=list)
 
 
 class Overlapping:
-    """Overlaps the transfers of a training with Megatron core 0.12 to 0.16.  Without MindSpeed::
+    """Overlaps the transfers of a training with Megatron core 0.12 to 0.19.  Without MindSpeed::
 
         Overlapping().start()  # on all ranks, before the first step
 
@@ -112,6 +123,11 @@ class Overlapping:
         self._now: _Training | None = None
         self._said: set[str] = set()
 
+    @functools.cached_property
+    def _difference(self) -> str | None:
+        """What this version of Megatron core lacks."""
+        return first_difference(PIECES)
+
     @property
     def overlap(self) -> ForwardBackwardOverlap | None:
         """Runs the passes of the first model; ``None`` before its second step, and if refused."""
@@ -119,7 +135,13 @@ class Overlapping:
         return None if first is None or first.first_step is not None else first.overlap
 
     def start(self) -> None:
-        """Wrap the schedules, also in modules that already imported them."""
+        """Wrap the schedules, also in modules that already imported them.
+
+        Does nothing, and says why, if this version of Megatron core is not supported.
+        """
+        if self._difference is not None:
+            self._say(f"off: {self._difference}")
+            return
         self.register(self._patches)
         self._patches.apply_patches()
 
@@ -165,9 +187,13 @@ class Overlapping:
         return training.overlap.run_together(**{kind: function})[0]
 
     def _run(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
-        layout = Layout(step)
         if step.get("forward_only"):
             return plain(**step)
+        reason = self._difference or groups_obstacle(step)
+        if reason is not None:
+            self._say(f"off: {reason}")
+            return plain(**step)
+        layout = Layout(step)
         reason = obstacle(layout.models, _config(layout))
         if reason is not None:
             self._say(f"off: {reason}")
@@ -201,9 +227,10 @@ class Overlapping:
             losses = plain(**step)
         else:
             losses = self._overlapped(plain, layout, training, **step)
-        training.steps.append(clock() - start)
+        microbatches = step["num_microbatches"]
+        training.steps.append((clock() - start) / microbatches)
         if len(training.steps) == _WARM_UP + 2 * _EACH_WAY:
-            self._keep_the_faster(training)
+            self._keep_the_faster(training, microbatches)
         return losses
 
     def _overlapped(
@@ -212,15 +239,12 @@ class Overlapping:
         overlap = training.overlap
         assert overlap is not None
         reason = training.alone or self._alone(plain, step, layout)
-        self._now = training
-        try:
+        with self._passes_of(training, overlap):
             if reason is None:
                 losses = OverlappedSchedule(overlap, **step).run()
             else:
                 self._say(f"no forward runs beside a backward: {reason}")
                 losses = plain(**step)
-        finally:
-            self._now = None
         overlap.check()
         if not training.reported:
             training.reported = True
@@ -228,6 +252,17 @@ class Overlapping:
             hidden = [f"{counts[0][kind]} of {counts[1][kind]} of {kind}s" for kind in counts[1]]
             self._say(f"in a step, another pass runs beside these transfers: {', '.join(hidden)}")
         return losses
+
+    @contextmanager
+    def _passes_of(self, training: _Training, overlap: ForwardBackwardOverlap) -> Iterator[None]:
+        """In the block, passes are those of this model."""
+        self._now = training
+        for kind in (self.recomputation.ahead, overlap.recompute_ahead):
+            kind.enabled = training.ahead
+        try:
+            yield
+        finally:
+            self._now = None
 
     def _alone(self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout) -> str | None:
         """Why no forward of this step can run beside a backward; ``None`` if it can."""
@@ -251,14 +286,14 @@ class Overlapping:
                 )
         return None
 
-    def _keep_the_faster(self, training: _Training) -> None:
-        """Decide on all ranks by the medians of timed steps."""
+    def _keep_the_faster(self, training: _Training, microbatches: int) -> None:
+        """Decide on all ranks by the medians of timed steps, for a step of this size."""
         assert training.overlap is not None
         timed = training.steps[_WARM_UP:]
         medians = [statistics.median(timed[::2]), statistics.median(timed[1::2])]
         slowest = torch.tensor(medians, device=training.overlap.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        in_order, overlapped = (1e3 * seconds for seconds in slowest.tolist())
+        in_order, overlapped = (1e3 * microbatches * seconds for seconds in slowest.tolist())
         compared = f"a step takes {overlapped:.1f} ms, {in_order:.1f} ms in Megatron's order"
         if overlapped >= in_order:
             training.overlap = None
@@ -278,25 +313,21 @@ class Overlapping:
         if self._order_log is not None:
             log = shared_order_log(self._order_log, dist.get_rank(), dist.get_world_size())
         overlap = training.overlap = ForwardBackwardOverlap(
-            groups, waits_in=_WAITS_OF_EXPERTS, replicas=layout.replicas, order_log=log
+            groups, waits_in=_WAITS_OF_EXPERTS, replicas=layout.joined_replicas(), order_log=log
         )
         separate_scratch()
         overlap.states = pass_states(layout.models, overlap.device)
         forward = step["forward_step_func"]
         training.first_step = FirstStep(overlap, layout, forward, self.recomputation)
-        self.recomputation.ahead.enabled = False
-        self._now = training
-        try:
+        with self._passes_of(training, overlap):
             losses: list[Any] = plain(**step)
-        finally:
-            self._now = None
         decision = training.first_step.decide()
         training.first_step, training.alone = None, decision.alone
         if decision.off is not None:
             training.overlap = None
             self._say(f"off: {decision.off}")
             return losses
-        self.recomputation.ahead.enabled = decision.in_place is None
+        training.ahead = decision.in_place is None
         if decision.in_place is not None:
             self._say(f"no recomputation runs ahead: {decision.in_place}")
         overlap.states += decision.states
@@ -317,7 +348,9 @@ class Overlapping:
     def _say(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
-            if dist.get_rank() == 0:
+            # Before groups are initialized, the launcher's number.
+            rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+            if rank == 0:
                 print(f"CommFuse: overlap: {line}", flush=True)
 
 

@@ -4,12 +4,15 @@ A forward sets this state for its micro-batch, and a recomputation sets it for a
 that are always swapped were found in rehearsed launches, by the census.
 
 **The census** watches the first passes of a training, which run in Megatron's order.  At their
-points, globals, class attributes, attributes of objects and the contents of lists and dictionaries
-are compared with their previous values.
+points, globals, class attributes, attributes of objects, variables of closures and the contents of
+containers are compared with their previous values (:mod:`.state_owners` says of which).
 
 - What one kind of pass alone writes is swapped, too: another one may read it.
-- What a forward and a backward both write may be a sum over micro-batches, which swapping would
-  lose.  Unless it is known to belong to a micro-batch, no forward runs beside a backward.
+- So is a function that passes patch while they run, even if several kinds do: it is no sum.
+- A list to which one kind of pass only appends, and from whose front another one only takes, is a
+  queue of micro-batches.  Both see them in Megatron's order, so it is shared.
+- What else a forward and a backward both write may be a sum over micro-batches, which swapping
+  would lose.  Unless it is known to belong to a micro-batch, no forward runs beside a backward.
 - Likewise for a recomputation and the gradients beside it.
 
 What one pass reads and another has yet to write, no census finds; ``--commfuse-overlap-check``
@@ -20,15 +23,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from commfuse_npu.overlap import Attributes, PassState, RandomState
 from commfuse_npu.overlap.transfers import active_turns
+from mindspeed_patches.fb_overlap.state_owners import CONTAINERS, named_modules, state_owners
 
 _EXPERTS = "mindspeed.core.transformer.moe"
 _OVERLAPPED = f"{_EXPERTS}.moe_feature.overlap"
@@ -56,8 +61,13 @@ GLOBALS = {
 checkpoint, open ranges of the profiler, lengths and positions of packed documents, and the gathers
 of shared experts."""
 
-_PACKAGES = ("megatron.", "mindspeed.", "mindspeed_llm.", "transformer_engine.")
-_NOT_OF_MODELS = {*sys.stdlib_module_names, "torch", "torch_npu", "numpy", "commfuse_npu"}
+_OF_A_MICROBATCH = {
+    *("attention_mask", "mlp_norm_manager", "gate_score", "_overlap_state"),
+    *(f"cached_{part}" for part in ("fc1_input", "fc2_input", "fc2_output", "output")),
+}
+"""Attributes of modules that a forward writes and reads: the mask of MindSpeed-LLM's attention, an
+offloading that core 0.19 begins in any case, and results of overlapped shared experts."""
+
 _HARMLESS = (
     "mindspeed_llm.training.utils._ACTUAL_ATTN_RATIO_LIST",
     "mindspeed_llm.training.utils._ACTUAL_COUNT",
@@ -90,31 +100,24 @@ def pass_states(models: Sequence[torch.nn.Module], device: str) -> list[PassStat
 def _swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]]:
     """Objects and the names of their swapped attributes; an empty list stands for all attributes.
 
-    Some modules keep state of their last call: attention of MindSpeed-LLM keeps its mask, and a
-    module that recomputes a part keeps the checkpoint until it is hooked.  Expert dispatchers are
-    swapped completely: they hold shapes, counts and permutations of a micro-batch.
+    Some modules keep state of their last call; one that recomputes a part keeps the checkpoint
+    until it is hooked.  Expert dispatchers are swapped completely: they hold shapes, counts and
+    permutations of a micro-batch.
     """
     for name, names in GLOBALS.items():
         owner = sys.modules.get(name)
         present = [name for name in names if hasattr(owner, name)]
         if present:
             yield owner, present
-    for _, module in _named_modules(models):
+    for _, module in named_modules(models):
         for name, value in vars(module).items():
-            if name == "attention_mask" or type(value).__name__ == "CheckpointWithoutOutput":
+            if name in _OF_A_MICROBATCH or type(value).__name__ == "CheckpointWithoutOutput":
                 yield module, [name]
         dispatcher = vars(module).get("token_dispatcher")
         if dispatcher is not None:
             # Parts of DeepEP, and of --moe-alltoall-overlap-comm with alltoall_seq.
             parts = (vars(dispatcher).get(name) for name in ("_comm_manager", "disaptor"))
             yield from ((part, []) for part in (dispatcher, *parts) if part is not None)
-
-
-def _named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """All modules, with paths that are unique across model chunks."""
-    for chunk, model in enumerate(models):
-        for path, module in model.named_modules():
-            yield f"chunk {chunk}, {path}: {type(module).__name__}", module
 
 
 @functools.cache
@@ -140,17 +143,17 @@ class Census:
     Args:
         models: the model chunks.
         functions: code outside of the models that a forward runs, as ``forward_step_func``.
-
-    Attributes:
-        wrote: names of owner and attribute, by the kind of pass that wrote them.
     """
 
     def __init__(
         self, models: Sequence[torch.nn.Module], functions: Iterable[Callable[..., Any]]
     ) -> None:
         self.models = models
-        self.wrote: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
-        self._owners = dict(_owners(models, functions))
+        whole = [owner for owner, names in _swapped(models) if not names]
+        self._owners = state_owners(models, functions, whole)
+        # By name of owner and attribute: kinds of passes that wrote it, by what they did to a list.
+        self._writers: defaultdict[tuple[str, str], defaultdict[str, set[str]]]
+        self._writers = defaultdict(lambda: defaultdict(set))
         self._before: dict[tuple[str, str], Any] = {}
         self._looks = 0
 
@@ -169,9 +172,9 @@ class Census:
         if self._looks > _LOOKS and not force:
             return
         before, self._before = self._before, self._values()
-        self.wrote[kind].update(
-            name for name, value in self._before.items() if not _same(before.get(name), value)
-        )
+        for name, value in self._before.items():
+            if not _same(before.get(name), value):
+                self._writers[name][_change(before.get(name), value)].add(kind)
 
     def _values(self) -> dict[tuple[str, str], Any]:
         return {
@@ -181,38 +184,66 @@ class Census:
             if not name.startswith("__")  # of Python: warnings that were shown, and the like
         }
 
-    def written_by_both(self, kinds: Iterable[str], others: Iterable[str]) -> list[str]:
+    def written_by_both(self, kinds: Collection[str], others: Collection[str]) -> list[str]:
         """Names that both write and that are not known to belong to a micro-batch."""
         known = {
             (id(owner), name)
             for owner, names in _swapped(self.models)
             for name in names or vars(owner)
         }
-        both = set().union(*(self.wrote[kind] for kind in kinds)) & set().union(
-            *(self.wrote[kind] for kind in others)
-        )
         names = {
             f"{owner}.{name}"
-            for owner, name in both
-            if (id(self._owners[owner]), name) not in known
+            for (owner, name), writers in self._writers.items()
+            if any(_any_of(kinds, end) and _any_of(others, end) for end in _ends(writers))
+            and (id(self._owners[owner]), name) not in known
         }
         return sorted(names - set(_HARMLESS))
 
     def states(self) -> list[PassState]:
         """What passes wrote, and each pass needs its own of, besides what is always swapped.
 
-        Tensors that were changed in place are shared: they are sums, as of router statistics.
+        Queues are shared, and tensors that were changed in place: they are sums, as of router
+        statistics.
         """
         known = {id(owner): names for owner, names in _swapped(self.models)}
         by_owner: defaultdict[str, list[str]] = defaultdict(list)
-        for owner, name in sorted(set().union(*self.wrote.values())):
+        for (owner, name), writers in sorted(self._writers.items()):
             holder = self._owners[owner]
             names = known.get(id(holder))
             ours = names is not None and (not names or name in names)
-            value = vars(holder).get(name)
-            if not ours and f"{owner}.{name}" not in _HARMLESS and not _is_sum(holder, value):
+            shared = _is_sum(holder, vars(holder).get(name)) or len(_ends(writers)) > 1
+            if not ours and f"{owner}.{name}" not in _HARMLESS and not shared:
                 by_owner[owner].append(name)
         return [Attributes(self._owners[owner], *names) for owner, names in by_owner.items()]
+
+
+def _ends(writers: Mapping[str, set[str]]) -> list[set[str]]:
+    """The kinds of passes at each end of a queue, none of a patch, else all kinds that write it."""
+    ends = list(writers.values())
+    if set(writers) == {"patch"}:
+        return []
+    if set(writers) == {"append", "take"} and ends[0].isdisjoint(ends[1]):
+        return ends
+    return [set().union(*ends)]
+
+
+def _any_of(some: Collection[str], kinds: set[str]) -> bool:
+    return not kinds.isdisjoint(some)
+
+
+def _change(before: Any, value: Any) -> str:
+    """``append`` to a list, ``take`` from its front, ``patch`` a function, or ``write``."""
+    if inspect.isroutine(before) and inspect.isroutine(value):
+        return "patch"
+    lists = isinstance(before, tuple) and isinstance(value, tuple) and before[0] is value[0]
+    if not lists or (value[0] is not list and value[0] is not deque):
+        return "write"
+    more = len(value) - len(before)
+    if more > 0 and _same(before, value[: len(before)]):
+        return "append"
+    if more < 0 and _same(before[1 - more :], value[1:]):
+        return "take"
+    return "write"
 
 
 def _is_sum(holder: Any, value: Any) -> bool:
@@ -224,10 +255,10 @@ def _is_sum(holder: Any, value: Any) -> bool:
 
 def _content(value: Any) -> Any:
     """What is compared: the items of containers, and of a tensor its object and version."""
-    if isinstance(value, (list, tuple)):
-        return type(value), *map(_version, value)
     if isinstance(value, dict):
         return dict, *value, *map(_version, value.values())
+    if isinstance(value, CONTAINERS):
+        return type(value), *map(_version, value)
     return _version(value)
 
 
@@ -243,66 +274,3 @@ def _same(before: Any, value: Any) -> bool:
     if isinstance(value, tuple) and isinstance(before, tuple):
         return len(before) == len(value) and all(map(_same, before, value))
     return isinstance(value, (int, float, str)) and bool(before == value)
-
-
-def _owners(
-    models: Sequence[torch.nn.Module], functions: Iterable[Callable[..., Any]]
-) -> Iterator[tuple[str, Any]]:
-    """Objects that hold state, by name.
-
-    These are the Python modules of the packages and of the user's code with the classes that they
-    define, the modules of the models, the objects that these hold, and the objects inside those
-    that are swapped completely, such as expert dispatchers.
-    """
-    for name, module in list(sys.modules.items()):
-        if module is not None and (f"{name}.".startswith(_PACKAGES)):
-            yield from _with_classes(name, module)
-    for name, module in _modules_of_user(models, functions).items():
-        yield from _with_classes(name, module)
-    whole = {id(owner) for owner, names in _swapped(models) if not names}
-    visited: set[int] = set()
-
-    def held_by(owner: str, holder: Any) -> Iterator[tuple[str, Any]]:
-        yield owner, holder
-        for name, value in list(vars(holder).items()):
-            ours = hasattr(value, "__dict__") and not _is_of_library(type(value).__module__)
-            ours = ours and not isinstance(value, (torch.nn.Module, type)) and not callable(value)
-            if ours and id(value) not in visited:
-                visited.add(id(value))
-                if id(value) in whole:
-                    yield from held_by(f"{owner}.{name}", value)
-                else:
-                    yield f"{owner}.{name}", value
-
-    for path, layer in _named_modules(models):
-        yield from held_by(path, layer)
-
-
-def _with_classes(name: str, module: Any) -> Iterator[tuple[str, Any]]:
-    yield name, module
-    for attribute, value in list(vars(module).items()):
-        if isinstance(value, type) and value.__module__ == name:
-            yield f"{name}.{attribute}", value
-
-
-def _modules_of_user(
-    models: Sequence[torch.nn.Module], functions: Iterable[Callable[..., Any]]
-) -> dict[str, Any]:
-    """Python modules that define classes of the models or these functions, and what they import."""
-    names = {type(module).__module__ for _, module in _named_modules(models)}
-    names |= {getattr(function, "__module__", None) or "" for function in functions}
-    defining = {name: sys.modules[name] for name in names if name in sys.modules}
-    found = dict(defining)
-    for module in defining.values():
-        for value in list(vars(module).values()):
-            if isinstance(value, type(sys)):
-                found.setdefault(value.__name__, value)
-    return {
-        name: module
-        for name, module in found.items()
-        if not _is_of_library(name) and not f"{name}.".startswith(_PACKAGES)
-    }
-
-
-def _is_of_library(module: str) -> bool:
-    return module.partition(".")[0] in _NOT_OF_MODELS

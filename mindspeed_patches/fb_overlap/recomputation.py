@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -57,11 +58,13 @@ class _Run:
         known: its calls; ``None`` if it is watched.
         readers: watch it.
         called: number of calls so far.
+        layer: the last row-parallel layer that was called.
     """
 
     known: Calls | None = None
     readers: Readers | None = None
     called: int = 0
+    layer: Any = None
 
 
 class Recomputation:
@@ -143,7 +146,7 @@ class Recomputation:
             outputs = self._run(run, function, inputs)
         self.most_bytes = max(self.most_bytes, saved_bytes(outputs))
         read = run.called - readers.unread(outputs)
-        self.calls[checkpoint] = Calls(_most_on_any_rank(read, inputs), run.called)
+        self.calls[checkpoint] = Calls(_most_on_any_rank(read, run.layer), run.called)
         hook_collectives()
         return outputs
 
@@ -164,6 +167,7 @@ class Recomputation:
         if run is None or getattr(layer, "is_expert", False):
             return forward(layer, *args, **kwargs)
         run.called += 1
+        run.layer = layer
         if run.readers is not None:
             with run.readers.follow_products():
                 return forward(layer, *args, **kwargs)
@@ -197,13 +201,14 @@ class Recomputation:
         return getattr(self._this_thread, "run", None)
 
 
-def _most_on_any_rank(read: int, inputs: tuple[Any, ...]) -> int:
-    """The largest number in the tensor-parallel group: all ranks leave out the same transfers."""
+def _most_on_any_rank(read: int, layer: Any) -> int:
+    """The largest number among the ranks of a layer: all of them leave out the same transfers."""
+    if layer is None:
+        return read
     from megatron.core import parallel_state
 
-    device = next(leaf.device for leaf in inputs if torch.is_tensor(leaf))
-    most = torch.tensor([read], device=device)
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = getattr(layer, "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
+    most = torch.tensor([read], device=layer.weight.device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     return int(most.item())
 
@@ -219,12 +224,12 @@ def identity(function: Callable[..., Any], outer: frozenset[int] = frozenset()) 
         outer: functions that contain this one, which may close over them.
     """
     if isinstance(function, MethodType):
-        return identity(function.__func__, outer), id(function.__self__)
+        return identity(function.__func__, outer), _object(function.__self__)
     if isinstance(function, functools.partial):
         bound = (*function.args, *function.keywords.values())
         return identity(function.func, outer), tuple(_content(value, outer) for value in bound)
     if not isinstance(function, FunctionType):
-        return id(function)
+        return _object(function)
     if id(function) in outer:
         return function.__code__
     outer |= {id(function)}
@@ -234,7 +239,12 @@ def identity(function: Callable[..., Any], outer: frozenset[int] = frozenset()) 
 
 def _content(value: Any, outer: frozenset[int]) -> Hashable:
     if isinstance(value, torch.nn.Module):
-        return id(value)
+        return _object(value)
     if callable(value):
         return identity(value, outer)
     return type(value), value if isinstance(value, (int, str)) else None
+
+
+def _object(value: Any) -> Hashable:
+    """Equal for this object only: a later module may get its address."""
+    return weakref.ref(value) if isinstance(value, torch.nn.Module) else id(value)

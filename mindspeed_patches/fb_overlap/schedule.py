@@ -2,8 +2,8 @@
 
 One loop serves training without a pipeline, with a plain pipeline and with a virtual one
 (:mod:`commfuse_npu.plan.slots`).  It looks up ``forward_step`` and ``backward_step`` by name in
-``megatron.core.pipeline_parallel.schedules`` (core 0.12 to 0.16), so that patches of them apply,
-and passes the arguments that the installed version accepts (:mod:`.core_versions`).
+``megatron.core.pipeline_parallel.schedules`` (core 0.12 to 0.19), so that patches of them apply,
+and passes the arguments that the installed version accepts (:mod:`mindspeed_patches.core_pieces`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from commfuse_npu.plan.slots import Slot, Step, slots
-from mindspeed_patches.fb_overlap.core_versions import Layout, exchange, supported_keywords
+from mindspeed_patches.core_pieces import supported_keywords
+from mindspeed_patches.fb_overlap.core_versions import Layout, exchange
 
 
 class OverlappedSchedule:
@@ -148,9 +149,12 @@ class OverlappedSchedule:
             self._inputs.pop(step),
             self._outputs.pop(step),
             received,
-            self._model_type,
-            config,
-            **supported_keywords(backward_step, pipeline_model_parallel_size=self._stages),
+            config=config,
+            **supported_keywords(
+                backward_step,
+                model_type=self._model_type,
+                pipeline_model_parallel_size=self._stages,
+            ),
         )
         if virtual:
             if config.grad_sync_func is not None:

@@ -143,13 +143,18 @@ class WeightGradientDeferral:
 
     @around
     def register_grad_ready_wrapper(
-        self, ready: Callable[..., None], buckets: Any, weight: torch.Tensor, *args: Any
+        self,
+        ready: Callable[..., None],
+        buckets: Any,
+        weight: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Keep the group of a weight, which calls this if its hook may start a reduction."""
         known = self._weights.get(weight)
         if known is not None:
             known.buckets = buckets
-        ready(buckets, weight, *args)
+        ready(buckets, weight, *args, **kwargs)
 
     @around
     def linear_backward_wrapper(

@@ -30,8 +30,11 @@ def _wgrad_gemm_accum(
     accumulate_weight_gradient(main_grad, grad_output, total_input)
 
 
-def _own_part_of_positions(pos_emb: torch.Tensor, seq_dim: int) -> torch.Tensor:
-    """The embeddings of this context-parallel rank's rows, a contiguous part of the sequence."""
+def _own_part_of_positions(pos_emb: torch.Tensor, seq_dim: int, *_: Any) -> torch.Tensor:
+    """The embeddings of this context-parallel rank's rows, a contiguous part of the sequence.
+
+    Later versions also pass the group.
+    """
     parts = pos_emb.chunk(parallel_state.get_context_parallel_world_size(), dim=seq_dim)
     return parts[parallel_state.get_context_parallel_rank()]
 

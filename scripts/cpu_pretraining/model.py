@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from .data import VOCABULARY
@@ -45,6 +45,18 @@ class RMSNorm(torch.nn.RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class _GateAndUp(ColumnParallelLinear):  # type: ignore[misc]
+    """fc1, which stacks the gate and up projections.
+
+    With stride 2 every rank draws its part of both; with Megatron's default, half of the ranks
+    would take their gate from rows that belong to the up projection in another layout, and the
+    initial model would depend on TP.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, stride=2, **kwargs)
 
 
 def build_trainee(
@@ -141,10 +153,8 @@ def _llama_block(args: argparse.Namespace) -> TransformerBlockSubmodules:
         layer.submodules.self_attention.submodules.core_attention = UlyssesAttention
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    # fc1 stacks the gate and up projections. With stride 2 every rank draws its part of both; with
-    # Megatron's default, half of the ranks would take their gate from rows that belong to the up
-    # projection in another layout, and the initial model would depend on TP.
-    layer.submodules.mlp.submodules.linear_fc1 = ModuleSpec(
-        module=ColumnParallelLinear, params={"stride": 2}
-    )
+    mlp = layer.submodules.mlp
+    # Core 0.18 binds the parts of the MLP instead of naming them in a specification.
+    parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    parts.linear_fc1 = _GateAndUp
     return TransformerBlockSubmodules(layer_specs=[layer] * args.num_layers, layer_norm=RMSNorm)

@@ -31,8 +31,9 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.venv, self.asked = folder, folder / "venv", folder / "asked"
-        (folder / "python3").write_text(PYTHON, "utf-8")
-        (folder / "python3").chmod(0o755)
+        for name in ("python3", "python3.12"):
+            (folder / name).write_text(PYTHON, "utf-8")
+            (folder / name).chmod(0o755)
 
     def prepare(self, fail: str = "", sets: str = "cpu test") -> tuple[int, str, list[str]]:
         """Commands of Python that match ``fail`` fail; ``sets`` are installed besides torch.
@@ -124,3 +125,14 @@ def test_cann_stand_ins_are_written_anew_for_another_torch_npu(machine: Machine)
         assert code == 0, stderr
         assert ("tests/npu will be skipped" in stderr) == bool(fail)
         assert machine.asked.read_text("utf-8").count("cann_stubs.py") == expected
+
+
+def test_the_newest_core_is_left_out_without_its_python(machine: Machine) -> None:
+    usual = [FIRST, TORCH_FILE, REST[2]]
+    code, stderr, requests = machine.prepare("^--version", "core")
+    assert (code, requests) == (0, usual)
+    assert "The newest Megatron core needs python3.12, which was not found.\nNo " in stderr
+    core = "--requirement scripts/requirements/core.txt"
+    assert machine.prepare("requirements/core", "core")[::2] == (0, [FIRST, TORCH_FILE, core])
+    assert machine.prepare("", "core")[::2] == (0, [core])
+    assert machine.prepare("", "core") == (0, "", [])

@@ -3,10 +3,11 @@
 import argparse
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
-from mindspeed_patches.fb_overlap.core_versions import supported_keywords
+from mindspeed_patches.core_pieces import supported_keywords
 from tests.patches.launches import real_arguments
 
 LENGTH, BATCH, VOCABULARY = 16, 2, 64
@@ -47,6 +48,8 @@ class Case:
         tied: embedding and output layer have the same weight.
         frozen: a part of the names of weights that are not trained.
         groups: pass the process groups, as later versions allow.
+        lengths: of the sequences of micro-batches, in turns.
+        pattern: the layers of a hybrid model, as ``*`` (attention) and ``-`` (MLP), instead of GPT.
         typed: a model of MindSpeed-LLM's fine-tuning has no type.
     """
 
@@ -66,6 +69,8 @@ class Case:
     tied: bool = False
     frozen: str | None = None
     groups: bool = False
+    lengths: tuple[int, ...] = (LENGTH,)
+    pattern: str | None = None
     typed: bool = True
 
     @property
@@ -105,6 +110,7 @@ class Case:
             "virtual_pipeline_model_parallel_size": self.virtual,
             "expert_model_parallel_size": self.experts,
             "sequence_parallel": self.tensor > 1,
+            "qk_layernorm": self.norms or "multi_latent_attention" in self.options,
             "transformer_impl": "local",
             "distributed_timeout_minutes": 3,
         }
@@ -194,6 +200,8 @@ def gpt(case: Case, config: Any, chunk: int = 0) -> torch.nn.Module:
     if case.virtual and not supported_keywords(GPTModel, vp_stage=chunk):
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
     stage = parallel_state.get_pipeline_model_parallel_rank()
+    if case.pattern is not None:
+        return hybrid(case, config, spec.submodules, stage)
     layers = config.num_layers // (case.stages * case.chunks)
     model = GPTModel(
         config,
@@ -208,6 +216,49 @@ def gpt(case: Case, config: Any, chunk: int = 0) -> torch.nn.Module:
     )
     if not case.typed:
         model.model_type = None
+    return trainable(case, model)
+
+
+def hybrid(case: Case, config: Any, parts: Any, stage: int) -> torch.nn.Module:
+    """A hybrid model of core 0.18 and later, of the parts of a GPT layer."""
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    from scripts.cpu_pretraining.model import RMSNorm
+
+    attention = TransformerLayerSubmodules(
+        input_layernorm=parts.input_layernorm,
+        self_attention=parts.self_attention,
+        self_attn_bda=parts.self_attn_bda,
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=parts.mlp_bda
+    )
+    layers = hybrid_block.HybridStackSubmodules(
+        attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(TransformerLayer, submodules=mlp),
+    )
+    with mock.patch.object(hybrid_block, "TENorm", RMSNorm):
+        model = HybridModel(
+            config,
+            ModuleSpec(hybrid_block.HybridStack, submodules=layers),
+            vocab_size=VOCABULARY,
+            max_sequence_length=LENGTH,
+            hybrid_layer_pattern=case.pattern,
+            pre_process=stage == 0,
+            post_process=stage == case.stages - 1,
+            position_embedding_type="rope",
+        )
+    return trainable(case, model)
+
+
+def trainable(case: Case, model: torch.nn.Module) -> torch.nn.Module:
+    """The model with weights that differ from those of its construction."""
     for name, weight in model.named_parameters():
         weight.requires_grad_(case.frozen is None or case.frozen not in name)
         weight.data.add_(torch.randn_like(weight) * 0.1)

@@ -56,8 +56,8 @@ def test_unknown_state_and_code_are_refused_by_name(rank: int) -> None:
     changes: list[tuple[str, Callable[[Any], object]]] = [
         ("has pse", lambda core: setattr(core, "pse", torch.ones(1))),
         ("has attn_logit_softcap", lambda core: setattr(core, "attn_logit_softcapping", 30.0)),
-        ("has softmax_offset", lambda core: core.register_buffer("softmax_offset", offset.data)),
-        ("has softmax_offset", lambda core: core.register_parameter("softmax_offset", offset)),
+        ("has sinks_offset", lambda core: core.register_buffer("sinks_offset", offset.data)),
+        ("has sinks_offset", lambda core: core.register_parameter("sinks_offset", offset)),
         ("has indexer", lambda core: core.add_module("indexer", torch.nn.Linear(1, 1))),
         ("attention dropout is 0.1", lambda core: setattr(core.attention_dropout, "p", 0.1)),
         (f"runs code of {__name__}", lambda core: setattr(core, "__class__", Windowed)),

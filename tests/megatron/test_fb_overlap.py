@@ -1,13 +1,10 @@
-"""Trainings of Megatron's GPT on core 0.12 to 0.16 end with the weights of its own order.
+"""Trainings of Megatron's GPT on core 0.12 to 0.19 end with the weights of its own order.
 
 To check a version: ``pip install --no-deps megatron-core==0.16.1``, and this file::
 
     pytest tests/megatron/test_fb_overlap.py
 """
 
-import io
-from collections.abc import Sequence
-from contextlib import redirect_stdout
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,23 +16,21 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from mindspeed_patches.fb_overlap import Overlapping
-from mindspeed_patches.fb_overlap.core_versions import Layout, obstacle
-from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
-from tests.megatron.models import DISTRIBUTED, EXPERTS, RECOMPUTED, Case
+from mindspeed_patches.fb_overlap.core_versions import Layout, alone, obstacle
+from tests.megatron.cores import (
+    DROPOUT,
+    EP,
+    FREED,
+    LAYERS,
+    PP,
+    TP,
+    VPP,
+    Ran,
+    compare,
+)
+from tests.megatron.models import DISTRIBUTED, RECOMPUTED, Case
 from tests.megatron.training import Trainer, layout
 
-LAYERS = {"num_layers": 2}
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-FREED = {"deallocate_pipeline_outputs": True}
-DISPATCHED = EXPERTS | {
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.01,
-}
-TP = Case(tensor=2, microbatches=4, options=LAYERS)
-PP = Case(stages=2, microbatches=8, options=LAYERS)
-EP = Case(experts=2, replicas=2, microbatches=4, options=DISPATCHED | DISTRIBUTED | LAYERS)
-VPP = Case(stages=2, chunks=2, microbatches=4)
 TRAININGS = {
     "TP 2, no type": TP.but({"sequence_parallel": False}, typed=False),
     "TP 2, SP, recomputed dropout": TP.but(RECOMPUTED | DROPOUT),
@@ -52,45 +47,6 @@ LONG = {
 }
 
 
-class InOrder:
-    """Runs the two sides of a pair one after the other."""
-
-    def run(self, forward: Any, backward: Any) -> tuple[Any, Any]:
-        result = backward()
-        return forward(), result
-
-
-def hides(case: Case) -> bool:
-    """Whether a pair has something to hide."""
-    return case.tensor > 1 or case.experts > 1
-
-
-def compare(rank: int, case: Case, steps: int = 3, clock: Sequence[float] = ()) -> tuple[int, str]:
-    """How many pairs ran, and the output; ``clock`` gives the times that the clock returns."""
-    # Megatron's interleaved schedule frees outputs while gloo still sends them.
-    kept = {name: value for name, value in case.options.items() if name not in FREED}
-    printed, overlapping = io.StringIO(), Overlapping(plain_pipelines=True)
-    overlapping.clock = iter(clock).__next__ if clock else None
-    with layout(case):
-        own = Trainer(replace(case, options=kept)).run(steps)
-        if hides(case):
-            overlapping.start()
-        else:  # only the schedule: the sides of a pair run in order
-            mock.patch(
-                "megatron.core.pipeline_parallel.get_forward_backward_func",
-                return_value=lambda **step: OverlappedSchedule(InOrder(), **step).run(),
-            ).start()
-        try:
-            with redirect_stdout(printed):
-                ours = Trainer(case).run(steps)
-        finally:
-            overlapping.stop()
-            mock.patch.stopall()
-    assert ours == own
-    overlap = overlapping.overlap
-    return (0 if overlap is None else overlap.runs), printed.getvalue()
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -99,8 +55,8 @@ def compare(rank: int, case: Case, steps: int = 3, clock: Sequence[float] = ()) 
     ],
 )
 def test_weights_of_megatrons_own_order(ranks: Any, case: Case) -> None:
-    for pairs, printed in ranks(case.size).run(compare, case):
-        assert (pairs > 0) is hides(case), printed
+    for ran in ranks(case.size).run(compare, case):
+        assert ran.pairs > 0, ran.printed
 
 
 @pytest.mark.parametrize(("overlapped", "pairs"), [(1.5, 5 * 3), (2.5, 0)])
@@ -110,21 +66,21 @@ def test_overlap_is_off_on_all_ranks_where_it_is_slower(
     """The 3rd, 5th and 7th of nine steps, in Megatron's order, take 2 s; the others on rank 1
     ``overlapped`` s in the median."""
     first, second = ranks(2).run(timed, overlapped)
-    assert first[0] == second[0] == pairs
-    assert "3 of 4 forwards of stage 0 run beside a backward" in first[1]
-    assert "the activations of at most 2 forwards, instead of 1\n" in first[1]
-    assert "up to 5 weight gradients of a micro-batch are computed during" in first[1]
+    assert first.pairs == second.pairs == pairs
+    assert "3 of 4 forwards of stage 0 run beside a backward" in first.printed
+    assert "the activations of at most 2 forwards, instead of 1\n" in first.printed
+    assert "up to 5 weight gradients of a micro-batch are computed during" in first.printed
     figures = f"a step takes {1000 * overlapped:.1f} ms, 2000.0 ms in Megatron's order"
-    assert (f"off: {figures}" in first[1]) is (pairs == 0)
-    assert figures in first[1]
+    assert (f"off: {figures}" in first.printed) is (pairs == 0)
+    assert figures in first.printed
 
 
-def timed(rank: int, overlapped: float) -> tuple[int, str]:
+def timed(rank: int, overlapped: float) -> Ran:
     own = overlapped if rank else 0.5
     clock = [0.0]
     for seconds in (9.0, 2.0, own, 2.0, 9.0, 1.0, 0.1):
         clock += [clock[-1] + seconds] * 2
-    return compare(rank, TP.but({"num_layers": 1}), 9, clock[:-1])
+    return compare(rank, TP.but({"num_layers": 1}), steps=9, clock=clock[:-1])
 
 
 def swapped(rank: int) -> set[str]:
@@ -158,6 +114,8 @@ NAMED = {
     "num_microbatches_with_partial_activation_checkpoints": 1,
     "tp_comm_overlap": True,
     "symmetric_ar_type": "one_shot",
+    "moe_paged_stash": True,
+    "overlap_dispatch_backward_with_experts_wgrad": True,
 }
 
 
@@ -165,14 +123,48 @@ class TransformerEngines(torch.nn.Linear):
     __module__ = "transformer_engine.pytorch"
 
 
+class FSDPModule(torch.nn.Linear):
+    """A module that torch's ``fully_shard`` has changed is of a class with this name, too."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+
 def test_settings_that_exclude_it_are_named() -> None:
     model, low = torch.nn.Sequential(TransformerEngines(1, 1)), {"fp8": "hybrid", "fp4": "hybrid"}
     for name, value in (NAMED | low).items():
         reason = obstacle([model], SimpleNamespace(**{name: value}))
         assert str(reason).startswith(f"{name}: ")
+    for backend in ("hybridep", "ncclep"):
+        flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+        reason = obstacle([], SimpleNamespace(**flex))
+        assert reason == f"moe_flex_dispatcher_backend: {backend} has one buffer for all layers"
+    sharded = obstacle([], SimpleNamespace(gtp_weight_remat_size=2))
+    assert str(sharded).startswith("gtp_weight_remat_size: it gathers weights ahead")
+    assert str(obstacle([FSDPModule()], SimpleNamespace())).startswith("FSDPModule: ")
     disabled = dict.fromkeys(NAMED, False) | {"cuda_graph_impl": "none"}
+    disabled |= {"gtp_weight_remat_size": 1, "moe_flex_dispatcher_backend": "deepep"}
     assert obstacle([model], SimpleNamespace(**disabled)) is None
     assert obstacle([], SimpleNamespace(**disabled | low)) is None
+
+
+def test_steps_that_exclude_pairs_are_named(one_rank: None) -> None:
+    """The groups of a caller without a pipeline need no group of stages."""
+    model, group = torch.nn.Linear(1, 1), torch.distributed.group.WORLD
+    model.model_type = None
+    step = {"model": [model, model], "num_microbatches": 4}
+    step["pg_collection"] = SimpleNamespace(tp=group, cp=group)
+    layout = Layout(step)
+    assert (layout.stages, layout.stage, layout.pipeline) == (1, 0, None)
+    config = SimpleNamespace(
+        microbatch_group_size_per_vp_stage=1, variable_seq_lengths=False, mtp_standalone=False
+    )
+    assert alone(step, layout, config) is None
+    reason = alone(step | {"novelty": 1}, layout, config)
+    assert str(reason).startswith("novelty: this argument of Megatron's schedule is not known")
+    for name in ("variable_seq_lengths", "mtp_standalone"):
+        with mock.patch.object(config, name, True):
+            assert str(alone(step, layout, config)).startswith(f"{name}: neighbors exchange")
 
 
 def of_pipelines(rank: int, chunks: int, microbatches: int) -> str | None:

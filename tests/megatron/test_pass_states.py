@@ -19,6 +19,7 @@ from mindspeed_patches.fb_overlap.pass_states import Census, pass_states
 from tests.distributed.ranks import on_ranks
 from tests.overlap.test_forward_backward import world
 
+PATCHES = [sum, min, max]
 LENGTHS, USERS = "mindspeed_llm.lengths_of_a_test", "package_of_a_user"
 
 
@@ -43,6 +44,7 @@ def state() -> tuple[Any, Any, Any]:
     """Modules of MindSpeed-LLM and of a user, and a layer of the user's class."""
     module: Any = ModuleType(LENGTHS)
     module.lengths, module.of_forwards, module.table, module.Held = None, None, [0], Held
+    module.patched = sum
     users: Any = ModuleType(USERS)
     users.scale = None
     layer: Any = UsersLayer()
@@ -61,6 +63,7 @@ def test_what_passes_write_is_found(rank: int) -> None:
 
     def side(forward: bool) -> None:
         module.lengths = [1, 2] if forward else [3, 4]
+        module.patched = min if forward else max
         users.scale = Held.kept = 1.0 if forward else 2.0
         if forward:
             module.of_forwards = "forward"
@@ -98,13 +101,15 @@ def test_what_passes_write_is_found(rank: int) -> None:
         held.counts = held.disaptor.counts = layer.attention_mask = layer.recomputed = value
         module.of_forwards = users.scale = Held.kept = value
         module.table[0] = value
+        module.patched = PATCHES[value]
         layer.sums += 1
         dist.all_reduce(torch.ones(1))
         seen.append((
             *(held.counts, held.disaptor.counts, layer.attention_mask, layer.recomputed),
             *(module.of_forwards, users.scale, Held.kept, module.table[0]),
+            PATCHES.index(module.patched),
         ))  # fmt: skip
 
     overlap.run(partial(alone, 1), partial(alone, 2))
-    assert sorted(seen) == [(1,) * 8, (2,) * 8]
+    assert sorted(seen) == [(1,) * 9, (2,) * 9]
     assert layer.sums == 3, "tensors that are changed in place are shared: sums"

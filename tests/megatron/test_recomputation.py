@@ -154,3 +154,14 @@ def test_checkpoints_are_told_apart_by_their_layers() -> None:
     assert identity(custom(0, 1, mask, one)) != identity(custom(1, 2, mask, one))
     assert identity(custom(0, 1, mask, one)) != identity(custom(0, 1, mask, other))
     assert identity(one.forward) == identity(one.forward) != identity(other.forward)
+
+
+def test_a_new_layer_at_an_old_address_is_another_one() -> None:
+    """As when a process frees a model and builds another one."""
+    freed = torch.nn.Identity()
+    address, of_freed = id(freed), identity(freed.forward)
+    del freed
+    layers = [torch.nn.Identity() for _ in range(100)]
+    reused = [identity(layer.forward) for layer in layers if id(layer) == address]
+    assert reused, "no address was used again"
+    assert of_freed not in reused

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import io
+import itertools
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -24,26 +25,35 @@ def to_host(counts: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 
 @contextlib.contextmanager
-def layout(case: Case) -> Iterator[None]:
-    """The groups of a case on a CPU; the remaining ranks are replicas."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+def experts_on_cpu() -> Iterator[None]:
+    """Megatron on a CPU, its experts included."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     from scripts.cpu_pretraining.megatron_on_cpu import megatron_on_cpu
 
-    warnings.simplefilter("ignore")
     # Dispatchers of experts copy counts to the host on a stream of their own.
     streams = {"stream": Finished, "Stream": _Stream, "current_stream": _Stream, "Event": Finished}
+    # Stages that exchange shapes synchronize their devices.
+    calls = streams | {"synchronize": lambda *_: None}
     with (
-        without_groups_afterwards(),
-        mock.patch.multiple(torch.cuda, **streams),
+        mock.patch.multiple(torch.cuda, **calls),
         # They only copy tensors that are on a GPU.
         mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", to_host),
         # Core 0.16 reads it without having imported it, if there is no TransformerEngine.
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
         megatron_on_cpu(),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def layout(case: Case) -> Iterator[None]:
+    """The groups of a case on a CPU; the remaining ranks are replicas."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    warnings.simplefilter("ignore")
+    with without_groups_afterwards(), experts_on_cpu():
         parallel_state.initialize_model_parallel(
             case.tensor,
             context_parallel_size=case.context,
@@ -134,11 +144,10 @@ class Trainer:
     def _each(self, items: list[Any]) -> Any:
         return items if self.case.virtual else items[0]
 
-    @staticmethod
-    def _batches(seed: int) -> Iterator[torch.Tensor]:
+    def _batches(self, seed: int) -> Iterator[torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        while True:
-            yield torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+        for length in itertools.cycle(self.case.lengths):
+            yield torch.randint(VOCABULARY, (BATCH, length + 1), generator=generator)
 
     def _set_positions(self, net: Any) -> None:
         """Embeddings of positions in the case's form; of documents as MindSpeed has them."""
@@ -179,7 +188,7 @@ class Trainer:
         tokens, labels = (
             whole[:, self.rows].contiguous() for whole in (batch[:, :-1], batch[:, 1:])
         )
-        positions = torch.arange(LENGTH).expand(BATCH, -1)[:, self.rows]
+        positions = torch.arange(batch.shape[1] - 1).expand(BATCH, -1)[:, self.rows]
         output = model(tokens, positions, mask, labels=labels, **packed)
 
         def loss(output: torch.Tensor) -> Any:

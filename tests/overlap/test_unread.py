@@ -102,6 +102,18 @@ def test_what_does_not_read_values_is_no_reader(
     assert unread(after) == 1
 
 
+def test_the_host_reads_only_what_its_value_depends_on() -> None:
+    x, weight = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    with Readers() as readers:
+        with readers.follow_products():
+            first = x @ weight
+        with readers.follow_products():
+            second = x @ weight
+        first.sum().item()
+        y = first + second
+    assert readers.unread(y) == 1
+
+
 def test_a_backward_gets_the_parameters_themselves() -> None:
     """Megatron's fused accumulation finds ``main_grad`` by the saved weight."""
     got = []

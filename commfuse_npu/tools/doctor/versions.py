@@ -7,10 +7,10 @@ from pathlib import Path
 
 from commfuse_npu.packages import (
     MEGATRON,
+    NEWEST_CORE,
     NPU_TORCH,
     SUPPORTED_LLM,
     TOGETHER,
-    WITHOUT_MINDSPEED,
     numbers,
 )
 from commfuse_npu.tools.doctor.machine import Finding, Level, LocalMachine, listed_npus
@@ -142,5 +142,5 @@ def check_stack(machine: LocalMachine) -> Iterator[Finding]:
 def _fits(version: tuple[int, ...], supported: Sequence[str], with_mindspeed: bool) -> bool:
     """Whether a version begins with a supported one; alone, newer cores of Megatron fit, too."""
     if not with_mindspeed:
-        return numbers(MEGATRON) <= version < WITHOUT_MINDSPEED
+        return numbers(MEGATRON) <= version and version[:2] <= NEWEST_CORE
     return any(version[: len(known)] == known for known in map(numbers, supported))
