@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 __all__ = ["Attributes", "PassState", "RandomState", "restore_states", "save_states"]
+
+_MISSING = object()
+"""Stands for the value of an attribute that is not there."""
 
 
 class PassState(Protocol):
@@ -68,27 +72,41 @@ class Attributes(PassState):
     """Attributes of a module, a class or an object: those named, or all if none is named.
 
     A list, deque, dictionary or set stays the same object, as there may be other references to it;
-    its contents are swapped.
+    its contents are swapped.  A named attribute may be missing.  The owner is not kept alive, if it
+    can be referred to weakly.
     """
 
     def __init__(self, owner: Any, *names: str) -> None:
-        self._owner, self._names = owner, names
+        self._names = names
+        try:
+            self._owner: Callable[[], Any] = weakref.ref(owner)
+        except TypeError:
+            self._owner = lambda: owner
 
     def save(self) -> dict[str, tuple[Any, Any]]:
-        values = vars(self._owner)
+        owner = self._owner()
+        if owner is None:
+            return {}
+        values = vars(owner)
         if self._names:
-            values = {name: getattr(self._owner, name) for name in self._names}
+            values = {name: getattr(owner, name, _MISSING) for name in self._names}
         return {
             name: (value, value.copy() if isinstance(value, (list, deque, dict, set)) else None)
             for name, value in values.items()
         }
 
     def restore(self, saved: dict[str, tuple[Any, Any]]) -> None:
+        owner = self._owner()
         for name, (value, content) in saved.items():
+            if value is _MISSING:
+                if hasattr(owner, name):
+                    delattr(owner, name)
+                continue
             if content is not None:
                 value.clear()
                 (value.extend if isinstance(value, (list, deque)) else value.update)(content)
-            setattr(self._owner, name, value)
+            if owner is not None:
+                setattr(owner, name, value)
 
     def same(self, before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
         if before[0] is not after[0]:

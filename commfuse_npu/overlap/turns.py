@@ -46,6 +46,8 @@ class Pass:
 
     Attributes:
         recomputes: whether it is a recomputation that runs ahead.
+        slot: a number that no other pass has as long as this one has not ended; the first one's
+            is 0.
         waits: how often it reached a point at which it hands over if another pass can run.
         hand_overs: how often it let another pass run.
         points: checksum of the names of the points that it reached, in order.
@@ -61,6 +63,7 @@ class Pass:
         self.thread: int | None = None
         self.worker: ThreadPoolExecutor | None = None
         self.future: Future[None] | None = None
+        self.slot = 0
         self.awaits: Pass | None = None
         self.ended = False
         self.began_with: list[dict[str, Any]] = []
@@ -224,6 +227,8 @@ class Turns:
 
     def _add(self, new: Pass, at: int) -> None:
         new.began_with = new.saved = save_states(self._states)
+        taken = {one.slot for one in self._ring}
+        new.slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         self._ring.insert(at, new)
         self.passes.append(new)
 

@@ -95,12 +95,11 @@ class Readers(TorchDispatchMode):
         if self._others_save:
             return 0
         tensors = [leaf for leaf in tree_leaves(outputs) if torch.is_tensor(leaf)]
-        # A view keeps its base alive.
-        own = {id(tensor) for tensor in tensors} | {id(tensor._base) for tensor in tensors}
         read = [self._blocks_read]
+        ours = {id(tensors), id(outputs)}
         for reference in self._tensors:
             tensor = reference()
-            if tensor is not None and id(tensor) not in own and _held_in_python(tensor):
+            if tensor is not None and _held_in_python(tensor, ours):
                 read.append(self._depends_on(tensor))
         for node in _nodes(outputs):
             saved = _saved_by(node)
@@ -182,12 +181,13 @@ def _saved_by(node: Any) -> list[torch.Tensor] | None:
     return [leaf for leaf in tree_leaves(saved) if torch.is_tensor(leaf)]
 
 
-def _held_in_python(tensor: torch.Tensor) -> bool:
-    """Whether an object holds it, other than a frame that runs.
+def _held_in_python(tensor: torch.Tensor, ours: set[int]) -> bool:
+    """Whether an object holds it, other than frames that run and those with these ids.
 
     A transfer that has just ended may hold its tensors a moment longer, in C++.
     """
-    return any(not isinstance(holder, FrameType) for holder in gc.get_referrers(tensor))
+    holders = gc.get_referrers(tensor)
+    return any(not isinstance(one, FrameType) and id(one) not in ours for one in holders)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -144,6 +144,16 @@ class Layout:
         """Arguments of :func:`~commfuse_npu.plan.slots.slots` for this rank."""
         return self.stages, self.stage, len(self.models), microbatches
 
+    def maximum(self, values: torch.Tensor) -> list[Any]:
+        """The largest of each number among the ranks that train these models; a collective."""
+        groups = [self.replicas, self.pipeline]
+        if self.replicas is None:
+            groups += [getattr(self._given, name, None) for name in ("tp", "cp", "dp", "dp_cp")]
+        for group in groups:
+            if group is not None:
+                dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+        return values.tolist()
+
     def joined_replicas(self) -> dist.ProcessGroup | None:
         """All ranks of the stage, if collectives join them while passes run.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.overlap import ForwardBackwardOverlap, PassState
+from commfuse_npu.overlap import ForwardBackwardOverlap, PassState, RandomState
 from commfuse_npu.overlap.transfers import active_turns, hook_collectives
 from commfuse_npu.runtime.collectives import device_backend
 from mindspeed_patches.fb_overlap.core_versions import Layout
@@ -60,6 +60,8 @@ class FirstStep:
         recomputation: Recomputation,
     ) -> None:
         self._overlap = overlap
+        self._layout = layout
+        self._draws = False
         self._peers = layout.joined_replicas() or layout.tensor
         self._recomputation = recomputation
         hook_collectives()  # before the census looks at the names that it wraps
@@ -84,12 +86,18 @@ class FirstStep:
             self._look()
 
         self._census.begin()
-        self._overlap.at_point, self._recomputation.at_boundary = at_point, self._look
+        random = _random_numbers(self._overlap.device)
+        self._overlap.at_point = at_point
+        self._recomputation.at_boundary = self._look
         try:
             result = self._overlap.run_together(**{kind: function})[0]
         finally:
-            self._overlap.at_point, self._recomputation.at_boundary = None, lambda: None
+            self._overlap.at_point = None
+            self._recomputation.at_boundary = lambda: None
         self._census.look(kind, force=True)
+        if kind == "backward":
+            after = _random_numbers(self._overlap.device)
+            self._draws |= not all(map(torch.equal, random, after))
         return result
 
     def _look(self) -> None:
@@ -99,8 +107,9 @@ class FirstStep:
             self._census.look("recomputation" if recomputes else turns.running.name)
 
     def decide(self) -> Decision:
-        """Decide; collective over all ranks of the job."""
-        census, device = self._census, self._overlap.device
+        """Decide; collective over all ranks that train the model."""
+        census = self._census
+        device = self._overlap.device
         both = census.written_by_both(["forward"], ["backward", "recomputation"])
         beside_gradients = census.written_by_both(["recomputation"], ["backward"])
         if both:
@@ -110,19 +119,29 @@ class FirstStep:
                 "CommFuse: recomputations and gradients both write %s", ", ".join(beside_gradients)
             )
         size = self._recomputation.most_bytes
-        found = [len(both), len(beside_gradients), size > _free_bytes(device)]
+        differ = self._different_points()
+        found = [
+            len(both),
+            len(beside_gradients),
+            size > _free_bytes(device),
+            self._draws,
+            differ is not None,
+        ]
         anywhere = torch.tensor(found, dtype=torch.int64, device=device)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-        not_beside, not_ahead, too_large = anywhere.tolist()
+        not_beside, not_ahead, too_large, draws, off = self._layout.maximum(anywhere)
         alone = in_place = None
         unknown = "state that is not known to belong to a micro-batch (ranks that found it name it)"
         if not_beside:
             alone = f"forward and backward both write {unknown}"
+        elif draws:
+            alone = "a backward draws random numbers, in order between those of two forwards"
         if not_ahead:
             in_place = f"recomputations and gradients both write {unknown}"
         elif too_large:
             in_place = f"one more checkpoint of {size / 2**20:.1f} MiB does not fit"
-        return Decision(self._different_points(), alone, in_place, census.states())
+        if off:
+            differ = differ or "ranks of another stage have different points"
+        return Decision(differ, alone, in_place, census.states())
 
     def _different_points(self) -> str | None:
         """The first point of a pass at which ranks that have to agree differ, if any."""
@@ -143,6 +162,14 @@ class FirstStep:
                     if one != two:
                         return f"point {number} of the {kind} is {one} on a rank, {two} on another"
         return None
+
+
+def _random_numbers(device: str) -> list[torch.Tensor]:
+    """The states of all generators, those of Megatron's tracker included."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    states = RandomState(device).save()
+    return [*states.values(), *get_cuda_rng_tracker().get_states().values()]
 
 
 def _free_bytes(device: str) -> float:

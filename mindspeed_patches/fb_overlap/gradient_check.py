@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from commfuse_npu.overlap import PassState
 from commfuse_npu.overlap.states import restore_states, save_states
+from mindspeed_patches.fb_overlap.core_versions import Layout
 
-__all__ = ["checked_step"]
+__all__ = ["checked_step", "has_gradients"]
 
 _ELEMENTS = 2**20
 """Elements per checksum, which takes eight bytes each."""
@@ -80,6 +81,14 @@ def checked_step(
             "--commfuse-overlap out, and please report the launch"
         )
     return losses, f"check: {len(ours)} gradients have the same bits as in Megatron's order"
+
+
+def has_gradients(layout: Layout) -> bool:
+    """Whether gradients of earlier steps are still being accumulated on a rank; a collective."""
+    gradients = [gradient for _, gradient in _gradients(layout.models)]
+    some = any(bool(gradient.any()) for gradient in gradients)
+    device = next(layout.models[0].parameters()).device
+    return bool(layout.maximum(torch.tensor([some], dtype=torch.int64, device=device))[0])
 
 
 class _Replay:

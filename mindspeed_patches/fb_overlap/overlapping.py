@@ -36,7 +36,7 @@ from mindspeed_patches.fb_overlap.core_versions import (
     obstacle,
 )
 from mindspeed_patches.fb_overlap.first_step import FirstStep
-from mindspeed_patches.fb_overlap.gradient_check import checked_step
+from mindspeed_patches.fb_overlap.gradient_check import checked_step, has_gradients
 from mindspeed_patches.fb_overlap.pass_states import pass_states, separate_scratch
 from mindspeed_patches.fb_overlap.recomputation import Recomputation
 from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
@@ -194,6 +194,10 @@ class Overlapping:
             self._say(f"off: {reason}")
             return plain(**step)
         layout = Layout(step)
+        with self.recomputation.leaving_out(layout.models):
+            return self._step(plain, step, layout)
+
+    def _step(self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout) -> Any:
         reason = obstacle(layout.models, _config(layout))
         if reason is not None:
             self._say(f"off: {reason}")
@@ -203,11 +207,12 @@ class Overlapping:
             return self._first_step(plain, step, layout)
         if training.overlap is None:
             return plain(**step)
-        if self._check and not training.checked:
+        if self._check and not training.checked and not has_gradients(layout):
             training.checked = True
             states = training.overlap.states
             ours = functools.partial(self._overlapped, plain, layout, training)
-            losses, verdict = checked_step(plain, ours, step, layout.models, states)
+            in_order = self.recomputation.complete(plain)
+            losses, verdict = checked_step(in_order, ours, step, layout.models, states)
             self._say(verdict)
         else:
             losses = self._timed(plain, step, layout, training)
@@ -230,7 +235,7 @@ class Overlapping:
         microbatches = step["num_microbatches"]
         training.steps.append((clock() - start) / microbatches)
         if len(training.steps) == _WARM_UP + 2 * _EACH_WAY:
-            self._keep_the_faster(training, microbatches)
+            self._keep_the_faster(layout, training, microbatches)
         return losses
 
     def _overlapped(
@@ -286,14 +291,13 @@ class Overlapping:
                 )
         return None
 
-    def _keep_the_faster(self, training: _Training, microbatches: int) -> None:
+    def _keep_the_faster(self, layout: Layout, training: _Training, microbatches: int) -> None:
         """Decide on all ranks by the medians of timed steps, for a step of this size."""
         assert training.overlap is not None
         timed = training.steps[_WARM_UP:]
         medians = [statistics.median(timed[::2]), statistics.median(timed[1::2])]
-        slowest = torch.tensor(medians, device=training.overlap.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        in_order, overlapped = (1e3 * microbatches * seconds for seconds in slowest.tolist())
+        slowest = layout.maximum(torch.tensor(medians, device=training.overlap.device))
+        in_order, overlapped = (1e3 * microbatches * seconds for seconds in slowest)
         compared = f"a step takes {overlapped:.1f} ms, {in_order:.1f} ms in Megatron's order"
         if overlapped >= in_order:
             training.overlap = None
@@ -319,9 +323,13 @@ class Overlapping:
         overlap.states = pass_states(layout.models, overlap.device)
         forward = step["forward_step_func"]
         training.first_step = FirstStep(overlap, layout, forward, self.recomputation)
-        with self._passes_of(training, overlap):
-            losses: list[Any] = plain(**step)
-        decision = training.first_step.decide()
+        try:
+            with self._passes_of(training, overlap):
+                losses: list[Any] = plain(**step)
+            decision = training.first_step.decide()
+        except BaseException:
+            del self._trainings[layout.models[0]]  # if it is tried again, it is watched again
+            raise
         training.first_step, training.alone = None, decision.alone
         if decision.off is not None:
             training.overlap = None

@@ -25,7 +25,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -75,7 +75,7 @@ _HARMLESS = (
 """Names that forwards and backwards write but that do not affect results: statistics of
 ``--log-throughput`` about the lengths of packed documents."""
 _LOOKS = 16
-"""The most comparisons per pass; the layers after them repeat the same code."""
+"""The most comparisons per pass and kind; the layers after them repeat the same code."""
 
 _TRACKED = "states_", "_current_state_name"
 """Attributes of Megatron's random-state tracker: the states by name, which ``fork()`` swaps with
@@ -122,16 +122,16 @@ def _swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]
 
 @functools.cache
 def separate_scratch() -> None:
-    """Give each pass its own copy of Megatron's shared gather buffers: rename all but the
-    forward's."""
+    """Give each pass its own copy of Megatron's shared gather buffers: rename all but the first
+    pass's."""
     buffer: Any = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer
     get: Callable[..., Any] = buffer.get_tensor
 
     @functools.wraps(get)
     def get_tensor(self: Any, shape: Any, dtype: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         turns = active_turns()
-        if turns is not None and turns.running.name != "forward":
-            name = f"{name} of the {turns.running.name}"
+        if turns is not None and turns.running.slot:
+            name = f"{name} of pass {turns.running.slot}"
         return get(self, shape, dtype, name, *args, **kwargs)
 
     buffer.get_tensor = get_tensor
@@ -155,11 +155,12 @@ class Census:
         self._writers: defaultdict[tuple[str, str], defaultdict[str, set[str]]]
         self._writers = defaultdict(lambda: defaultdict(set))
         self._before: dict[tuple[str, str], Any] = {}
-        self._looks = 0
+        # In a pass, by kind: recomputations come after layers that are not recomputed.
+        self._looks: Counter[str] = Counter()
 
     def begin(self) -> None:
         """A pass begins."""
-        self._looks = 0
+        self._looks.clear()
         self._before = self._values()
 
     def look(self, kind: str, force: bool = False) -> None:
@@ -168,8 +169,8 @@ class Census:
         Args:
             force: look even if there were many looks in this pass.
         """
-        self._looks += 1
-        if self._looks > _LOOKS and not force:
+        self._looks[kind] += 1
+        if self._looks[kind] > _LOOKS and not force:
             return
         before, self._before = self._before, self._values()
         for name, value in self._before.items():
@@ -256,7 +257,8 @@ def _is_sum(holder: Any, value: Any) -> bool:
 def _content(value: Any) -> Any:
     """What is compared: the items of containers, and of a tensor its object and version."""
     if isinstance(value, dict):
-        return dict, *value, *map(_version, value.values())
+        items = list(value.items())  # at once, as a thread may fill it
+        return dict, *(key for key, _ in items), *(_version(item) for _, item in items)
     if isinstance(value, CONTAINERS):
         return type(value), *map(_version, value)
     return _version(value)

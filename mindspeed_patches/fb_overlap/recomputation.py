@@ -5,7 +5,8 @@ in the backward, for the tensors that gradients read.  The result of the last ro
 the second run, fc2, is usually read by none: only its inputs are saved, and the residual addition
 after it saves nothing (:mod:`commfuse_npu.overlap.unread`).
 
-The first recomputation of each checkpoint runs in full and is watched.  If nothing reads the result
+The first recomputation of each checkpoint, known by the layers that its forward calls, runs in full
+and is watched.  If nothing reads the result
 of its last row-parallel layer, on any rank of the tensor-parallel group, later ones leave out that
 GEMM and its reduce-scatter or all-reduce.  A norm or a product after fc2 (sandwich norms) is a
 reader; then nothing changes.  Experts, whose number of calls may depend on the data, are computed.
@@ -19,11 +20,11 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from functools import partial
-from types import FunctionType, MethodType
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,19 @@ class Calls:
     total: int
 
 
+@dataclass(frozen=True)
+class _Checkpoint:
+    """A checkpoint of the same layers, in whichever step.
+
+    Attributes:
+        code: of its function, or the type of a callable.
+        layers: the row-parallel layers that its forward called.
+    """
+
+    code: object
+    layers: tuple[weakref.ref[torch.nn.Module], ...]
+
+
 @dataclass
 class _Run:
     """A recomputation that is under way.
@@ -57,14 +71,12 @@ class _Run:
     Attributes:
         known: its calls; ``None`` if it is watched.
         readers: watch it.
-        called: number of calls so far.
-        layer: the last row-parallel layer that was called.
+        layers: the row-parallel layers that were called so far.
     """
 
     known: Calls | None = None
     readers: Readers | None = None
-    called: int = 0
-    layer: Any = None
+    layers: list[torch.nn.Module] = field(default_factory=list)
 
 
 class Recomputation:
@@ -72,6 +84,7 @@ class Recomputation:
 
     Attributes:
         calls: by checkpoint, of those that were recomputed at least once.
+        leaves_out: whether recomputations leave out what nothing reads.
         left_out: number of row-parallel layers whose result was left out.
         most_bytes: the most that a recomputation holds for its gradients.
         ahead: runs recomputations beside the gradients of the checkpoint after them.
@@ -79,11 +92,13 @@ class Recomputation:
     """
 
     def __init__(self) -> None:
-        self.calls: dict[Hashable, Calls] = {}
+        self.calls: dict[_Checkpoint, Calls] = {}
+        self.leaves_out = False
         self.left_out = 0
         self.most_bytes = 0
         self.ahead = RecomputeAhead(random_states)
         self.at_boundary: Callable[[], object] = lambda: None
+        self._trained: WeakKeyDictionary[torch.nn.Module, Hashable] = WeakKeyDictionary()
         # A recomputation runs in one thread: the caller's, or a device's autograd thread.
         self._this_thread = threading.local()
 
@@ -105,22 +120,69 @@ class Recomputation:
         *args: Any,
     ) -> Any:
         """Tell the recomputations of a checkpoint from its forward, which has no gradients."""
-        checkpoint = identity(function)
+        layers: list[torch.nn.Module] = []
 
         @functools.wraps(function)
         def run(*inputs: Any) -> Any:
             if not torch.is_grad_enabled():
-                return function(*inputs)
+                with self._noted(layers):
+                    return function(*inputs)
             self.at_boundary()
-            outputs = self._recompute(checkpoint, function, inputs)
-            self.at_boundary()
-            return outputs
+            return self._recompute(checkpoint(), function, inputs)
+
+        def checkpoint() -> _Checkpoint:
+            code = getattr(function, "__code__", type(function))
+            return _Checkpoint(code, tuple(map(weakref.ref, layers)))
 
         if distribute:
             self.ahead.left_alone.add("--distribute-saved-activations divides their inputs")
             return forward(context, run, distribute, *args)
-        known = partial(self.calls.__contains__, checkpoint)
-        return self.ahead.forward(forward, context, run, distribute, *args, known=known)
+        return self.ahead.forward(
+            forward, context, run, distribute, *args, known=lambda: checkpoint() in self.calls
+        )
+
+    @contextmanager
+    def leaving_out(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """A step of these models, in which recomputations leave out what nothing reads."""
+        self._watch_again_if_changed(models)
+        self.leaves_out = True
+        try:
+            yield
+        finally:
+            self.leaves_out = False
+
+    def complete(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's schedule with recomputations that compute everything."""
+
+        def in_order(**step: Any) -> Any:
+            self.leaves_out = False
+            try:
+                return plain(**step)
+            finally:
+                self.leaves_out = True
+
+        return in_order
+
+    def _watch_again_if_changed(self, models: Sequence[torch.nn.Module]) -> None:
+        """Forget what gradients read if other parameters are trained, or hooks were added."""
+        for model in models:
+            trained = tuple(one.requires_grad for one in model.parameters())
+            now = trained, sum(len(module._forward_hooks) for module in model.modules())
+            if self._trained.setdefault(model, now) != now:
+                self._trained[model] = now
+                self.calls.clear()
+
+    @contextmanager
+    def _noted(self, layers: list[torch.nn.Module]) -> Iterator[None]:
+        """In the block, add the row-parallel layers that are called to ``layers``."""
+        outer = getattr(self._this_thread, "noted", None)
+        self._this_thread.noted = layers
+        try:
+            yield
+        finally:
+            self._this_thread.noted = outer
+            if outer is not None:
+                outer += layers
 
     @property
     def recomputing(self) -> bool:
@@ -128,16 +190,16 @@ class Recomputation:
         return self._current is not None
 
     def _recompute(
-        self, checkpoint: Hashable, function: Callable[..., Any], inputs: tuple[Any, ...]
+        self, checkpoint: _Checkpoint, function: Callable[..., Any], inputs: tuple[Any, ...]
     ) -> Any:
         known = self.calls.get(checkpoint)
         if known is not None:
             run = _Run(known)
             outputs = self._run(run, function, inputs)
-            if run.called != known.total and known.read < known.total:
+            if len(run.layers) != known.total and known.read < known.total:
                 raise RuntimeError(
-                    f"a recomputation called {run.called} row-parallel layers, the first one of "
-                    f"the same checkpoint {known.total}, of which nothing read the last result; "
+                    f"a recomputation called {len(run.layers)} row-parallel layers, the first one "
+                    f"of the same checkpoint {known.total}, of which nothing read the last result; "
                     "recompute the same layers in each step, or set COMMFUSE_OVERLAP=0"
                 )
             return outputs
@@ -145,8 +207,14 @@ class Recomputation:
             run = _Run(readers=readers)
             outputs = self._run(run, function, inputs)
         self.most_bytes = max(self.most_bytes, saved_bytes(outputs))
-        read = run.called - readers.unread(outputs)
-        self.calls[checkpoint] = Calls(_most_on_any_rank(read, run.layer), run.called)
+        total = len(run.layers)
+        read = _most_on_any_rank(total - readers.unread(outputs), run.layers)
+        self.calls = {
+            other: calls
+            for other, calls in self.calls.items()
+            if None not in [ref() for ref in other.layers]
+        }
+        self.calls[checkpoint] = Calls(read, total)
         hook_collectives()
         return outputs
 
@@ -154,7 +222,9 @@ class Recomputation:
         outer = self._current
         self._this_thread.run = run
         try:
-            return function(*inputs)
+            outputs = function(*inputs)
+            self.at_boundary()
+            return outputs
         finally:
             self._this_thread.run = outer
 
@@ -164,15 +234,19 @@ class Recomputation:
     ) -> Any:
         """``forward(layer, input_) -> (output, bias)``; the output may be undefined."""
         run = self._current
-        if run is None or getattr(layer, "is_expert", False):
+        if getattr(layer, "is_expert", False):
             return forward(layer, *args, **kwargs)
-        run.called += 1
-        run.layer = layer
+        noted = getattr(self._this_thread, "noted", None)
+        if noted is not None:
+            noted.append(layer)
+        if run is None:
+            return forward(layer, *args, **kwargs)
+        run.layers.append(layer)
         if run.readers is not None:
             with run.readers.follow_products():
                 return forward(layer, *args, **kwargs)
         assert run.known is not None
-        if run.called <= run.known.read:
+        if len(run.layers) <= run.known.read or not self.leaves_out:
             return forward(layer, *args, **kwargs)
         self.left_out += 1
         with undefined_results():
@@ -201,50 +275,14 @@ class Recomputation:
         return getattr(self._this_thread, "run", None)
 
 
-def _most_on_any_rank(read: int, layer: Any) -> int:
-    """The largest number among the ranks of a layer: all of them leave out the same transfers."""
-    if layer is None:
+def _most_on_any_rank(read: int, layers: Sequence[Any]) -> int:
+    """The largest number among the ranks of the last layer: they leave out the same transfers."""
+    if not layers:
         return read
+    layer = layers[-1]
     from megatron.core import parallel_state
 
     group = getattr(layer, "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
     most = torch.tensor([read], device=layer.weight.device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     return int(most.item())
-
-
-def identity(function: Callable[..., Any], outer: frozenset[int] = frozenset()) -> Hashable:
-    """Equal for the functions that a model makes of the same layers in every forward.
-
-    Of a closure its code and what it closes over: numbers and names by value (the range of layers),
-    modules by identity, functions likewise, and of what changes with a micro-batch, as masks, the
-    type.
-
-    Args:
-        outer: functions that contain this one, which may close over them.
-    """
-    if isinstance(function, MethodType):
-        return identity(function.__func__, outer), _object(function.__self__)
-    if isinstance(function, functools.partial):
-        bound = (*function.args, *function.keywords.values())
-        return identity(function.func, outer), tuple(_content(value, outer) for value in bound)
-    if not isinstance(function, FunctionType):
-        return _object(function)
-    if id(function) in outer:
-        return function.__code__
-    outer |= {id(function)}
-    cells = (cell.cell_contents for cell in function.__closure__ or ())
-    return function.__code__, tuple(_content(value, outer) for value in cells)
-
-
-def _content(value: Any, outer: frozenset[int]) -> Hashable:
-    if isinstance(value, torch.nn.Module):
-        return _object(value)
-    if callable(value):
-        return identity(value, outer)
-    return type(value), value if isinstance(value, (int, str)) else None
-
-
-def _object(value: Any) -> Hashable:
-    """Equal for this object only: a later module may get its address."""
-    return weakref.ref(value) if isinstance(value, torch.nn.Module) else id(value)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +63,7 @@ class _Weight:
     waits: bool = False
     watched: bool = False
     alone: bool = True
-    buckets: Any = None
+    buckets: Callable[[], Any] = lambda: None
 
     def expect(self, returned: torch.Tensor | None, waits: bool) -> None:
         """The layer returns this; as it is kept, autograd adds nothing to it in place."""
@@ -78,7 +79,7 @@ class _Weight:
         return not (
             # A hook of the user's would see the undefined gradient; one is ours.
             hooks > 1
-            or getattr(self.buckets, "is_last_microbatch", False)
+            or getattr(self.buckets(), "is_last_microbatch", False)
             or getattr(weight, "zero_out_wgrad", False)
             or getattr(ctx, "_fwd_used_autocast", False)
             or torch.is_autocast_enabled(weight.device.type)
@@ -153,7 +154,7 @@ class WeightGradientDeferral:
         """Keep the group of a weight, which calls this if its hook may start a reduction."""
         known = self._weights.get(weight)
         if known is not None:
-            known.buckets = buckets
+            known.buckets = weakref.ref(buckets)  # which holds the weight
         ready(buckets, weight, *args, **kwargs)
 
     @around

@@ -1,6 +1,7 @@
 """Recomputations run ahead, and leave out the last GEMM and its transfer, with Megatron's bits."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -13,8 +14,9 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from mindspeed_patches.fb_overlap import Overlapping
-from mindspeed_patches.fb_overlap.recomputation import Recomputation, identity
-from tests.megatron.models import EXPERTS, RECOMPUTED, Case
+from mindspeed_patches.fb_overlap.recomputation import Recomputation
+from mindspeed_patches.patching import PatchManager
+from tests.megatron.models import EXPERTS, RECOMPUTED, Case, settings
 from tests.megatron.training import Trainer, layout
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -106,7 +108,7 @@ def test_a_checkpoint_may_get_no_tensor(ranks: Any) -> None:
 
 
 def other_number(rank: int) -> str:
-    """The error of a checkpoint that recomputes fewer layers than in its first recomputation."""
+    """The error of a checkpoint that recomputes fewer layers than its forward called."""
     from megatron.core import tensor_parallel
 
     recomputation = Recomputation()
@@ -124,15 +126,18 @@ def other_number(rank: int) -> str:
                     x = x + row(x.repeat(2, 1, 1))[0]
                 return x
 
-            def train() -> None:
+            def train(recomputed: int) -> None:
                 x = torch.randn(8, 2, 32, requires_grad=True)
-                tensor_parallel.checkpoint(function, False, x).sum().backward()
+                count[0] = 3
+                y = tensor_parallel.checkpoint(function, False, x)
+                count[0] = recomputed
+                y.sum().backward()
 
-            train()
-            train()
-            count[0] = 1
-            with pytest.raises(RuntimeError) as error:
-                train()
+            with recomputation.leaving_out([]):
+                train(recomputed=3)
+                train(recomputed=3)
+                with pytest.raises(RuntimeError) as error:
+                    train(recomputed=1)
         finally:
             overlapping.stop()
     return str(error.value)
@@ -144,24 +149,89 @@ def test_another_number_of_layers_is_refused(ranks: Any) -> None:
         assert "the same checkpoint 3" in error
 
 
-def test_checkpoints_are_told_apart_by_their_layers() -> None:
-    def custom(start: int, end: int, mask: torch.Tensor, block: torch.nn.Module) -> Any:
-        return lambda x: block(x[start:end] + mask)
+class Tail(torch.nn.Module):
+    """A row-parallel layer and a residual; the gradient of ``scale`` reads the layer's result."""
 
-    one, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    mask = torch.zeros(1)
-    assert identity(custom(0, 1, mask, one)) == identity(custom(0, 1, mask + 1, one))
-    assert identity(custom(0, 1, mask, one)) != identity(custom(1, 2, mask, one))
-    assert identity(custom(0, 1, mask, one)) != identity(custom(0, 1, mask, other))
-    assert identity(one.forward) == identity(one.forward) != identity(other.forward)
+    def __init__(self, config: Any) -> None:
+        from megatron.core.tensor_parallel import RowParallelLinear
+
+        super().__init__()
+        self.row = RowParallelLinear(
+            8,
+            8,
+            config=config,
+            init_method=torch.nn.init.normal_,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+        )
+        self.scale = torch.nn.Parameter(torch.full((8,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.row(x.tanh())[0] * self.scale
 
 
-def test_a_new_layer_at_an_old_address_is_another_one() -> None:
-    """As when a process frees a model and builds another one."""
-    freed = torch.nn.Identity()
-    address, of_freed = id(freed), identity(freed.forward)
-    del freed
-    layers = [torch.nn.Identity() for _ in range(100)]
-    reused = [identity(layer.forward) for layer in layers if id(layer) == address]
-    assert reused, "no address was used again"
-    assert of_freed not in reused
+def by_default_argument(layer: Tail) -> Callable[..., torch.Tensor]:
+    return lambda x, layer=layer: layer(x)
+
+
+def by_list(layer: Tail) -> Callable[..., torch.Tensor]:
+    layers = [layer]
+    return lambda x: layers[0](x)
+
+
+def by_object(layer: Tail) -> Callable[..., torch.Tensor]:
+    class Call:
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return layer(x)
+
+    return Call()
+
+
+def gradients(function_of: Callable[[Tail], Any], unfrozen_at: int) -> list[torch.Tensor]:
+    """Of four steps of three layers; the scale of the first is trained, of the others later."""
+    from megatron.core import tensor_parallel
+
+    torch.manual_seed(1)
+    layers = torch.nn.ModuleList(Tail(settings(Case())) for _ in range(3))
+    found = []
+    for step in range(4):
+        for number, layer in enumerate(layers):
+            layer.scale.requires_grad_(number == 0 or step >= unfrozen_at)
+        layers.zero_grad()
+        x = y = torch.randn(16, 2, 8, requires_grad=True)
+        with RECOMPUTATION.leaving_out([layers]):
+            for layer in layers:
+                y = tensor_parallel.checkpoint(function_of(layer), False, y)
+            y.pow(2).sum().backward()
+        found += [one.grad.clone() for one in (x, *layers.parameters()) if one.grad is not None]
+    return found
+
+
+RECOMPUTATION = Recomputation()
+
+
+def with_other_layers(rank: int, function_of: Any, unfrozen_at: int) -> int:
+    """How many results were left out, after a comparison of the bits of all gradients."""
+    global RECOMPUTATION
+    RECOMPUTATION = Recomputation()
+    with layout(Case()):
+        own = gradients(function_of, unfrozen_at)
+        manager = PatchManager()
+        RECOMPUTATION.register(manager)
+        manager.apply_patches()
+        try:
+            ours = gradients(function_of, unfrozen_at)
+        finally:
+            manager.remove_patches()
+    assert list(map(torch.equal, own, ours)) == [True] * len(own)
+    return RECOMPUTATION.left_out
+
+
+@pytest.mark.parametrize("function_of", [by_default_argument, by_list, by_object])
+def test_checkpoints_are_told_apart_by_their_layers(ranks: Any, function_of: Any) -> None:
+    assert ranks(1).run(with_other_layers, function_of, 9) == [3 * 2]
+
+
+def test_a_parameter_that_is_trained_later_is_noticed(ranks: Any) -> None:
+    assert ranks(1).run(with_other_layers, by_list, 2) == [1 * 2]
