@@ -155,7 +155,8 @@ class _Search:
     def _add_functions(self, name: str, value: Any) -> None:
         """Add the foreign functions that a call of this runs, behind methods and wrappers."""
         if isinstance(value, FunctionType):
-            if id(value) in self._visited:
+            # A library's function keeps its name in wrappers, as of tools that count collectives.
+            if id(value) in self._visited or _is_of_library(str(value.__module__)):
                 return
             defined = str(value.__globals__.get("__name__"))
             if _is_foreign(defined):

@@ -76,7 +76,13 @@ def test_state_of_patches_and_hooks_is_looked_at() -> None:
 def test_state_of_libraries_is_not_looked_at() -> None:
     layer = torch.nn.Identity()
     layer.group, layer.library = torch.Generator(), mock.Mock()
-    found = state_owners([layer], [torch.nn.functional.relu], [])
+    known, counting = module(KNOWN, ""), module(PATCHING, PATCHES)
+    # As a tool that counts collectives.
+    known.imported = counting.patch(torch.nn.functional.relu).__func__.func
+    with mock.patch.dict(sys.modules, {KNOWN: known, PATCHING: counting}):
+        found = state_owners([layer], [torch.nn.functional.relu], [])
+    assert known in found.values()
+    assert counting not in found.values()
     assert layer.group not in found.values()
     assert layer.library not in found.values()
     assert not [name for name in found if name.startswith(("torch", "unittest", "numpy"))]
