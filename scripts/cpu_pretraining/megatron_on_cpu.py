@@ -18,7 +18,7 @@ import torch
 from megatron.core import parallel_state
 
 from commfuse_npu.kernels.cpu import accumulate_weight_gradient
-from mindspeed_patches.rehearsal.devices import DevicesAreTheCpu
+from mindspeed_patches.rehearsal.devices import DevicesAreTheCpu, Finished
 
 CPU = torch.device("cpu")
 
@@ -50,6 +50,8 @@ _ACCUMULATE = SimpleNamespace(
 REPLACEMENTS: tuple[tuple[str, str, Any], ...] = (
     # Buffers of the linear layers, collectives and gradients are allocated on this device.
     ("torch.cuda", "current_device", lambda: CPU),
+    # The buffers of core 0.19 ask for the stream before they reduce gradients.
+    ("torch.cuda", "current_stream", Finished),
     # Recomputation saves and restores the device's generator, and the tracker of model-parallel
     # random states records what it has seeded: the CPU's generator replaces the device's.
     (_RANDOM, "_get_cuda_rng_state", lambda *_, **__: _GENERATOR.get_state()),

@@ -50,13 +50,13 @@ class RMSNorm(torch.nn.RMSNorm):
 class _GateAndUp(ColumnParallelLinear):  # type: ignore[misc]
     """fc1, which stacks the gate and up projections.
 
-    With stride 2 every rank draws its part of both; with Megatron's default, half of the ranks
-    would take their gate from rows that belong to the up projection in another layout, and the
-    initial model would depend on TP.
+    With stride 2, which core 0.16 and later pass, every rank draws its part of both; with the
+    default, half of the ranks would take their gate from rows that belong to the up projection in
+    another layout, and the initial model would depend on TP.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, stride=2, **kwargs)
+        super().__init__(*args, **kwargs | {"stride": 2})
 
 
 def build_trainee(

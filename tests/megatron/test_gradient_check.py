@@ -1,6 +1,7 @@
 """``--commfuse-overlap-check`` finds other gradients, and changes nothing where there are none."""
 
 import io
+import os
 import re
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
@@ -63,16 +64,19 @@ def test_a_checked_step_changes_nothing(ranks: Any, case: Case) -> None:
 
 
 def hide_state(trainer: Trainer) -> None:
-    """Each forward writes a factor, in a cell of a closure, which recomputations read."""
-    factor = [1.0]
+    """Each forward writes a factor into the environment, which recomputations read."""
+    os.environ["FACTOR"] = "1.0"
     for layer in trainer.models[0].module.decoder.layers:
         own = layer.mlp.forward
-        layer.mlp.forward = lambda x, own=own, **more: (own(x, **more)[0] * factor[0], None)
+        layer.mlp.forward = lambda x, own=own, **more: (
+            own(x, **more)[0] * float(os.environ["FACTOR"]),
+            None,
+        )
     step, count = trainer.forward, [0]
 
     def forward(data: Any, model: Any) -> Any:
         count[0] += 1
-        factor[0] = 0.5 + 0.25 * (count[0] % 4)
+        os.environ["FACTOR"] = str(0.5 + 0.25 * (count[0] % 4))
         return step(data, model)
 
     trainer.forward = forward

@@ -182,6 +182,7 @@ class Trainer:
             lengths = {"max_seqlen_q": LENGTH, "max_seqlen_kv": LENGTH, "qkv_format": "sbhd"}
             packed["packed_seq_params"] = SimpleNamespace(
                 cu_seqlens_q=ends,
+                cp_group=None,
                 position_ids=self.numbers if case.options.get("reset_position_ids") else None,
                 **lengths,
             )
