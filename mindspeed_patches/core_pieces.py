@@ -46,7 +46,8 @@ class Piece:
         if not self.path.startswith(f"{own.__module__}."):
             return None
         parameters = inspect.signature(function).parameters
-        passed, offered = self.passed.split(), self.offered.split()
+        passed = self.passed.split()
+        offered = self.offered.split()
         missing = [name for name in passed if name not in parameters]
         if missing:
             return f"{self.path} takes no {missing[0]}"

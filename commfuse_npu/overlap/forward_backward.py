@@ -93,7 +93,8 @@ class ForwardBackwardOverlap:
         if not named:
             raise ValueError("no group given: pass the process groups whose collectives to hide")
         self.device, _ = device_backend(named[0])
-        self._named, self._replicas = named, replicas
+        self._named = named
+        self._replicas = replicas
         self._log = order_log
         # The groups, with their numbers in the order log.
         self._groups: dict[dist.ProcessGroup | None, int] = {}

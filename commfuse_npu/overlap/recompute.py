@@ -142,18 +142,24 @@ class _Checkpoint:
         known: Callable[[], bool],
     ) -> None:
         self.in_forward = True
-        self._ahead, self._function, self._known = ahead, function, known
+        self._ahead = ahead
+        self._function = function
+        self._known = known
         self._args: tuple[Any, ...] | None = args
-        self._states, self._random = states, save_states(states)
-        self._before, self._autocast = before, autocast
+        self._states = states
+        self._random = save_states(states)
+        self._before = before
+        self._autocast = autocast
         self._made: _Recomputed | None = None
 
     def __call__(self, *args: Any) -> Any:
         if self.in_forward:
             return self._function(*args)
-        made, self._made = self._made, None
+        made = self._made
+        self._made = None
         self._args = None
-        before, self._before = self._before, None
+        before = self._before
+        self._before = None
         if made is None:
             if before is None or not before.can_run_ahead():
                 return self._function(*args)
@@ -223,12 +229,15 @@ class _Joined(torch.autograd.Function):
     def forward(
         ctx: Any, leaves: tuple[Any, ...], ends: list[torch.Tensor], before: Any, *args: Any
     ) -> tuple[torch.Tensor, ...]:
-        ctx.leaves, ctx.ends, ctx.before = leaves, ends, before
+        ctx.leaves = leaves
+        ctx.ends = ends
+        ctx.before = before
         return tuple(end.detach() for end in ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ends, before = ctx.ends, ctx.before
+        ends = ctx.ends
+        before = ctx.before
         ctx.ends = ctx.before = None
         turns = active_turns()
         if turns is None or before is None or not before.can_run_ahead():

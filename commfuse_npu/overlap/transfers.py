@@ -83,19 +83,27 @@ def take_turns_at_transfers(
         )
     hook_collectives()
     _refuse_fsdp()
-    _turns, _groups, _waits_in, _log = turns, groups, waits_in, log
+    _turns = turns
+    _groups = groups
+    _waits_in = waits_in
+    _log = log
     try:
         yield
     finally:
         # gloo may abort a process that ends with a reference to one of its groups.
-        _turns, _groups, _log = None, {}, None
+        _turns = None
+        _groups = {}
+        _log = None
 
 
 class _Transfer:
     """A ``Work`` whose ``wait()`` is a point of the pass that waits."""
 
     def __init__(self, work: Any, point: str, hands_over: bool, log: Entry | None) -> None:
-        self._work, self._point, self._hands_over, self._log = work, point, hands_over, log
+        self._work = work
+        self._point = point
+        self._hands_over = hands_over
+        self._log = log
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         turns = active_turns()
@@ -117,7 +125,8 @@ def handing_over(function: Callable[..., Any], wait_hands_over: bool) -> Callabl
         wait_hands_over: whether the ``wait()`` of an asynchronous one hands over.
     """
     names = list(inspect.signature(function).parameters)
-    group_at, async_at = names.index("group"), names.index("async_op")
+    group_at = names.index("group")
+    async_at = names.index("async_op")
 
     @functools.wraps(function)
     def collective(*args: Any, **kwargs: Any) -> Any:

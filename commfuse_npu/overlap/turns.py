@@ -55,7 +55,9 @@ class Pass:
     """
 
     def __init__(self, name: str, function: Callable[[], Any], recomputes: bool = False) -> None:
-        self.name, self.function, self.recomputes = name, function, recomputes
+        self.name = name
+        self.function = function
+        self.recomputes = recomputes
         self.waits = 0
         self.hand_overs = 0
         self.points = 0
@@ -101,7 +103,8 @@ class Turns:
         self.passes: list[Pass] = []
         self.error: BaseException | None = None
         self._failed = ""
-        self._states, self._device = states, device
+        self._states = states
+        self._device = device
         # Casts of autocast belong to the process.  Where autocast begins inside a pass, another
         # pass needs other ones; around all passes, they are shared as in order.
         self._shares_casts = Autocast(device).enabled
@@ -255,7 +258,8 @@ class Turns:
                 me.result = me.function()
         except BaseException as error:
             if self.error is None:
-                self.error, self._failed = error, me.name
+                self.error = error
+                self._failed = me.name
         del me.function
         self._end(me)
 
@@ -281,7 +285,8 @@ class Turns:
                 torch.clear_autocast_cache()
         except BaseException as error:
             if self.error is None:
-                self.error, self._failed = error, self.running.name
+                self.error = error
+                self._failed = self.running.name
         self.running = other
         other.gate.release()
 

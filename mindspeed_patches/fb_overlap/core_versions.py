@@ -130,7 +130,8 @@ class Layout:
             self.context = parallel_state.get_context_parallel_group()
             self.pipeline = parallel_state.get_pipeline_model_parallel_group()
         else:
-            self.tensor, self.context = groups.tp, groups.cp
+            self.tensor = groups.tp
+            self.context = groups.cp
             # Without a pipeline, a collection needs no group of stages.
             self.pipeline = getattr(groups, "pp", None)
         # All ranks of the stage; ``None`` if the caller has groups of its own without this one.

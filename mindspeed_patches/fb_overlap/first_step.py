@@ -67,7 +67,8 @@ class FirstStep:
         hook_collectives()  # before the census looks at the names that it wraps
         self._census = Census(layout.models, [forward])
         # Megatron runs as many micro-batches as there are stages through a chunk, then the next.
-        chunks, stages = len(layout.models), layout.stages
+        chunks = len(layout.models)
+        stages = layout.stages
         self._watched = range(0, 1 + (chunks - 1) * stages, stages)
         self._seen: Counter[str] = Counter()
         # Names of the points of the first pass of each kind.
@@ -145,7 +146,8 @@ class FirstStep:
 
     def _different_points(self) -> str | None:
         """The first point of a pass at which ranks that have to agree differ, if any."""
-        group, points = self._peers, dict(self._points)
+        group = self._peers
+        points = dict(self._points)
         checksum = zlib.crc32(repr(sorted(points.items())).encode())
         device, _ = device_backend(group)
         checksums = torch.tensor([checksum, -checksum], device=device)

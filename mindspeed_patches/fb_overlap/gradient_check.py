@@ -50,7 +50,8 @@ def checked_step(
     replays = [None if one is None else _Replay(one) for one in (data if several else [data])]
     step = step | {"data_iterator": replays if several else replays[0]}
     restore = _snapshot(models, states)
-    checksums, losses = [], None
+    checksums = []
+    losses = None
     for number, run in enumerate((in_order, in_order, overlapped)):
         if number:
             restore()

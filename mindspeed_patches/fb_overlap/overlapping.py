@@ -50,7 +50,8 @@ _WAITS_OF_EXPERTS = (
     "mindspeed_llm.core.transformer.moe.",
 )
 """Modules in which the host waits for the token counts of experts, on all ranks."""
-_WARM_UP, _EACH_WAY = 1, 3
+_WARM_UP = 1
+_EACH_WAY = 3
 """Overlapped steps before steps are timed, and timed steps with and without overlap, in turns."""
 
 
@@ -113,7 +114,9 @@ class Overlapping:
         alone: str | None = None,
         order_log: str | None = None,
     ) -> None:
-        self._plain_pipelines, self._check, self._order_log = plain_pipelines, check, order_log
+        self._plain_pipelines = plain_pipelines
+        self._check = check
+        self._order_log = order_log
         self._always_alone = alone
         self._patches = PatchManager()
         self.clock: Callable[[], float] | None = None
@@ -224,7 +227,8 @@ class Overlapping:
         self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout, training: _Training
     ) -> Any:
         """Run a step, and time it until it is decided which way is faster."""
-        number, clock = len(training.steps), self.clock
+        number = len(training.steps)
+        clock = self.clock
         if clock is None or number == _WARM_UP + 2 * _EACH_WAY:
             return self._overlapped(plain, layout, training, **step)
         start = clock()
@@ -330,7 +334,8 @@ class Overlapping:
         except BaseException:
             del self._trainings[layout.models[0]]  # if it is tried again, it is watched again
             raise
-        training.first_step, training.alone = None, decision.alone
+        training.first_step = None
+        training.alone = decision.alone
         if decision.off is not None:
             training.overlap = None
             self._say(f"off: {decision.off}")

@@ -172,7 +172,8 @@ class Census:
         self._looks[kind] += 1
         if self._looks[kind] > _LOOKS and not force:
             return
-        before, self._before = self._before, self._values()
+        before = self._before
+        self._before = self._values()
         for name, value in self._before.items():
             if not _same(before.get(name), value):
                 self._writers[name][_change(before.get(name), value)].add(kind)

@@ -31,13 +31,18 @@ class OverlappedSchedule:
         from megatron.core import parallel_state, utils
         from megatron.core.pipeline_parallel import schedules
 
-        self._overlap, self._parallel, self._schedules = overlap, parallel_state, schedules
-        self._step, self._layout = step, Layout(step)
-        self._models, self._iterators = self._layout.models, _list(step["data_iterator"])
+        self._overlap = overlap
+        self._parallel = parallel_state
+        self._schedules = schedules
+        self._step = step
+        self._layout = Layout(step)
+        self._models = self._layout.models
+        self._iterators = _list(step["data_iterator"])
         self._config = utils.get_model_config(self._models[0])
         self._model_type = utils.get_model_type(self._models[0])
         self._microbatches: int = step["num_microbatches"]
-        self._stages, self._stage = self._layout.stages, self._layout.stage
+        self._stages = self._layout.stages
+        self._stage = self._layout.stage
         self._communicate = exchange(step, self._config, self._layout.pipeline)
         self._plan = slots(*self._layout.shape(self._microbatches))
         self._steps = {
@@ -54,10 +59,13 @@ class OverlappedSchedule:
 
     def run(self) -> list[Any]:
         """Run the step; return its losses, which only the last stage has."""
-        config, schedules = self._config, self._schedules
-        virtual, finalize = len(self._models) > 1, config.finalize_model_grads_func
+        config = self._config
+        schedules = self._schedules
+        virtual = len(self._models) > 1
+        finalize = config.finalize_model_grads_func
         models = self._models if virtual else self._models[0]
-        embedding, last_stage = None, self._stage == self._stages - 1
+        embedding = None
+        last_stage = self._stage == self._stages - 1
         if finalize is not None and self._stages > 1:
             clear = schedules.clear_embedding_activation_buffer
             embedding = clear(config, models, **supported_keywords(clear, is_last_stage=last_stage))
@@ -93,7 +101,8 @@ class OverlappedSchedule:
 
     def _run_slot(self, slot: Slot, received: Any, received_gradient: Any) -> tuple[Any, Any]:
         """Run a slot; return the output of its forward and the input gradient of its backward."""
-        result, gradient = None, None
+        result = None
+        gradient = None
         if slot.forward and slot.backward:
             result, gradient = self._overlap.run(
                 partial(self._forward, slot.forward, received),
@@ -111,7 +120,8 @@ class OverlappedSchedule:
         return output, gradient
 
     def _forward(self, step: Step, received: Any) -> tuple[Any, Any]:
-        config, model = self._config, self._models[step.chunk]
+        config = self._config
+        model = self._models[step.chunk]
         self._enter_chunk(step.chunk)
         if len(self._models) > 1 and config.param_sync_func is not None:
             self._begin_parameters(step)
@@ -138,7 +148,8 @@ class OverlappedSchedule:
         return result
 
     def _backward(self, step: Step, received: Any) -> Any:
-        config, last = self._config, step.microbatch == self._microbatches - 1
+        config = self._config
+        last = step.microbatch == self._microbatches - 1
         self._enter_chunk(step.chunk)
         virtual = len(self._models) > 1
         if last and (config.grad_sync_func is None or (not virtual and self._stage == 0)):

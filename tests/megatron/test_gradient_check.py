@@ -63,6 +63,31 @@ def test_a_checked_step_changes_nothing(ranks: Any, case: Case) -> None:
     assert "gradients have the same bits as in Megatron's order" in first
 
 
+def accumulated(rank: int) -> tuple[str, bool]:
+    """What was printed in two calls of the schedule that accumulate, and whether bits are equal."""
+    printed = io.StringIO()
+    overlapping = Overlapping(check=True)
+    gradients = []
+    with layout(DENSE), redirect_stdout(printed):
+        for start, stop in ((lambda: None,) * 2, (overlapping.start, overlapping.stop)):
+            trainer = Trainer(DENSE)
+            start()
+            try:
+                trainer.accumulate()
+                with mock.patch.object(type(trainer.models[0]), "zero_grad_buffer"):
+                    trainer.accumulate()
+            finally:
+                stop()
+            gradients.append([weight.main_grad for weight in trainer.weights().values()])
+    return printed.getvalue(), all(map(torch.equal, *gradients))
+
+
+def test_gradients_that_are_accumulated_over_calls_are_kept(ranks: Any) -> None:
+    for printed, same in ranks(2).run(accumulated):
+        assert same
+        assert "check: " not in printed
+
+
 def hide_state(trainer: Trainer) -> None:
     """Each forward writes a factor into the environment, which recomputations read."""
     os.environ["FACTOR"] = "1.0"
