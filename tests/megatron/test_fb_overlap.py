@@ -36,7 +36,7 @@ TRAININGS = {
     "TP 2, SP, recomputed dropout": TP.but(RECOMPUTED | DROPOUT),
     "EP 2, recomputed, distributed optimizer": EP.but(RECOMPUTED),
     "PP 2": PP,
-    "PP 2, distributed optimizer": replace(PP, microbatches=2, options=LAYERS | DISTRIBUTED),
+    "PP 2, distributed optimizer": replace(PP, microbatches=4, options=LAYERS | DISTRIBUTED),
     "PP 2 x VPP 2, outputs freed": VPP.but(FREED),
     "PP 2 x VPP 2, distributed optimizer": VPP.but(DISTRIBUTED),
 }
