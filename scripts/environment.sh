@@ -11,7 +11,7 @@
 # it cannot be created, the rest continues without it.
 #
 # "core" is a third one, .venv-core, with the newest megatron-core, which needs Python 3.12. Without
-# python3.12, the rest continues without it, too.
+# python3.12 or a CPU build of torch for it, the rest continues without it, too.
 #
 #   PYTHON         the interpreter of a new environment, 3.10 to 3.13; default python3
 #   COMMFUSE_VENV  its folder; default .venv in the repository
@@ -76,6 +76,9 @@ install_torch() {
     elif install_packages --timeout 15 --retries 1 --index-url "$cpu_builds" \
         "torch==$version+cpu" 2>>"$log"; then
         source="$cpu_builds"
+    elif [ -n "${CPU_BUILD_ONLY:-}" ]; then
+        echo "No CPU build of torch $version for this Python was found (why: $log)." >&2
+        return 1
     else
         source="the configured indexes, with its dependencies"
         echo "torch $version+cpu is neither on the configured indexes nor can it be had from" \
@@ -106,7 +109,7 @@ install_packages() {
 }
 
 prepare_core_environment() {
-    local VENV="$CORE_VENV" PYTHON=python3.12
+    local VENV="$CORE_VENV" PYTHON=python3.12 CPU_BUILD_ONLY=yes
     if [ ! -e "$VENV/bin/pip" ] && ! python3.12 --version >/dev/null 2>&1; then
         echo "The newest Megatron core needs python3.12, which was not found." >&2
         return 1

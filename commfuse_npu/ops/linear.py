@@ -16,9 +16,8 @@ Lanes are the process groups of a :class:`~commfuse_npu.runtime.transport.Transp
 the list of transfers, waits and GEMMs that ``begin`` compiles and ``run`` executes.
 
 On a :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport` an op is the unfused
-layer over the collectives of torch.distributed.  Tests compare with it.  It also replaces the lanes
-for a group of one, for an empty input, and for backwards of layers with at least
-``collectives_from`` outputs.
+layer over the collectives of torch.distributed.  It also replaces the lanes for a group of one, for
+an empty input, and for backwards of layers with at least ``collectives_from`` outputs.
 
 **Exactness.**  An op on lanes and on ``CollectiveTransport(group, same_pieces=True)`` gives the
 same bits, if rows of x and y are a multiple of 64 bytes long (MKL rounds small products differently

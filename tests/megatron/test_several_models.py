@@ -82,7 +82,7 @@ def compare(rank: int, in_order: bool) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("in_order", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_each_model_has_its_own_decision(ranks: Any, in_order: bool) -> None:
     """Numbers and lengths of micro-batches change; the actor comes first."""
     backwards = sum(MICROBATCHES[1:])
