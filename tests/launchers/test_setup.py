@@ -138,7 +138,7 @@ def test_the_newest_core_is_left_out_without_its_python(machine: Machine) -> Non
     assert machine.prepare("", "core") == (0, "", [])
 
 
-def test_the_newest_core_is_left_out_without_a_cpu_build_of_torch(machine: Machine) -> None:
+def test_the_newest_core_is_left_out_without_a_cpu_torch(machine: Machine) -> None:
     code, stderr, requests = machine.prepare(r"\+cpu", "core")
     assert (code, requests) == (0, [FIRST, SECOND, THIRD, TORCH_FILE, REST[2], FIRST, SECOND])
     assert f"No CPU build of torch {TORCH} for this Python was found" in stderr
