@@ -123,7 +123,7 @@ class Layout:
 
         models = step["model"]
         self.models: list[torch.nn.Module] = models if isinstance(models, list) else [models]
-        groups = self._given = step.get("pg_collection") or step.get("grad_finalize_pgs")
+        groups = self._given = _given_groups(step)
         self.pipeline: dist.ProcessGroup | None
         if groups is None:
             self.tensor = parallel_state.get_tensor_model_parallel_group()
@@ -205,9 +205,14 @@ def exchange(
     return communicate.send_forward_backward_recv_forward_backward
 
 
+def _given_groups(step: dict[str, Any]) -> Any:
+    """The groups that a caller passes, by either of the names that versions have."""
+    return step.get("pg_collection") or step.get("grad_finalize_pgs")
+
+
 def groups_obstacle(step: dict[str, Any]) -> str | None:
     """Why the groups that a caller passes have no :class:`Layout`; ``None`` if they have one."""
-    groups = step.get("pg_collection") or step.get("grad_finalize_pgs")
+    groups = _given_groups(step)
     if groups is None or (hasattr(groups, "tp") and hasattr(groups, "cp")):
         return None
     return f"{type(groups).__name__}: the parts of the model have groups of their own"

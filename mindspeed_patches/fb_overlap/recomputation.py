@@ -5,11 +5,11 @@ in the backward, for the tensors that gradients read.  The result of the last ro
 the second run, fc2, is usually read by none: only its inputs are saved, and the residual addition
 after it saves nothing (:mod:`commfuse_npu.overlap.unread`).
 
-The first recomputation of each checkpoint, known by the layers that its forward calls, runs in full
-and is watched.  If nothing reads the result
-of its last row-parallel layer, on any rank of the tensor-parallel group, later ones leave out that
-GEMM and its reduce-scatter or all-reduce.  A norm or a product after fc2 (sandwich norms) is a
-reader; then nothing changes.  Experts, whose number of calls may depend on the data, are computed.
+A checkpoint is known by the row-parallel layers that its forward calls.  Its first recomputation
+runs in full and is watched.  If nothing reads the result of the last of these layers, on any rank
+of the tensor-parallel group, later ones leave out that GEMM and its reduce-scatter or all-reduce.
+A norm or a product after fc2 (sandwich norms) is a reader; then nothing changes.  Experts, whose
+number of calls may depend on the data, are computed.
 
 Later recomputations of a checkpoint run ahead (:mod:`commfuse_npu.overlap.recompute`), except for
 distributed saved activations, whose inputs are not there.
@@ -277,11 +277,11 @@ class Recomputation:
 
 def _most_on_any_rank(read: int, layers: Sequence[Any]) -> int:
     """The largest number among the ranks of the last layer: they leave out the same transfers."""
+    from megatron.core import parallel_state
+
     if not layers:
         return read
     layer = layers[-1]
-    from megatron.core import parallel_state
-
     group = getattr(layer, "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
     most = torch.tensor([read], device=layer.weight.device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)

@@ -104,7 +104,8 @@ def main(words: Sequence[str]) -> int:
     if a_folder and launch:
         parser.error(f"-- {launch[0]}: no effect on {options.what}; leave it out")
     chosen = {name for name, value in vars(options).items() if value not in (None, False)}
-    a_profile = a_folder and not launch_scripts(folder)
+    scripts = launch_scripts(folder) if a_folder else []
+    a_profile = a_folder and not scripts
     takes = {"what", "json"} if a_profile else {"what", "json", "hardware", "nproc_per_node"}
     if options.model is None and (idle := sorted(chosen - takes)):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
@@ -117,7 +118,7 @@ def main(words: Sequence[str]) -> int:
         if a_profile:
             return plan_profile(find_profiles(folder), options.json)
         if a_folder:
-            return plan_folder(folder, partial(_planned, options, None), options.json)
+            return _folder(options, folder, scripts)
         return _launch(options, launch)
     except (PlanError, ConfigError, UsageError, ValueError, OSError) as error:
         return refuse("plan", error)
@@ -136,22 +137,29 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     elif path is not None:
         words = ["bash", path, *words]
     tell(f"reading what {path or 'the command'} starts")
-    plan = _planned(arguments, config, words)
+    launch = ask_about(config, words, os.environ, arguments.nproc_per_node)
+    plan = plan_launch(launch, _hardware(arguments))
     print(plan.verdict, "", plan, sep="\n")
     figures = partial(write_json, content=plan.as_json(), indent=1)
     write_output(arguments.json, ": all figures", figures)
     return int(bool(plan.problems))
 
 
-def _planned(
-    arguments: argparse.Namespace, config: Path | None, words: Sequence[str]
-) -> LaunchPlan:
-    launch = ask_about(config, words, os.environ, arguments.nproc_per_node)
-    # By default the description of the NPUs here, if there is one.
+def _hardware(arguments: argparse.Namespace) -> Hardware:
+    """The machine that was asked for, else that of the NPUs here, if there is a description."""
     descriptions = {described(name) or _HARDWARE for name, _ in listed_npus(LocalMachine.this())}
     default = descriptions.pop() if len(descriptions) == 1 else _HARDWARE
-    hardware = Hardware.load(find_config(arguments.hardware or default, "hardware"))
-    return plan_launch(launch, hardware)
+    return Hardware.load(find_config(arguments.hardware or default, "hardware"))
+
+
+def _folder(arguments: argparse.Namespace, folder: Path, scripts: Sequence[Path]) -> int:
+    hardware = _hardware(arguments)
+
+    def plan(words: Sequence[str]) -> LaunchPlan:
+        launch = ask_about(None, words, os.environ, arguments.nproc_per_node)
+        return plan_launch(launch, hardware)
+
+    return plan_folder(folder, scripts, plan, arguments.json)
 
 
 def _recommend(arguments: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,10 +26,16 @@ def launch_scripts(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.sh") if path.is_file())
 
 
-def plan_folder(folder: Path, plan: Callable[[list[str]], LaunchPlan], json: Path | None) -> int:
+def plan_folder(
+    folder: Path,
+    scripts: Sequence[Path],
+    plan: Callable[[Sequence[str]], LaunchPlan],
+    json: Path | None,
+) -> int:
     """Print a row for each launch; scripts that start no training are counted.
 
     Args:
+        scripts: the :func:`launch_scripts` of the folder.
         plan: plans the launch of a command line.
         json: a file for the plans, by path of the script.
 
@@ -38,7 +44,7 @@ def plan_folder(folder: Path, plan: Callable[[list[str]], LaunchPlan], json: Pat
     """
     plans: dict[str, LaunchPlan | str] = {}
     others = 0
-    for path in launch_scripts(folder):
+    for path in scripts:
         name = str(path.relative_to(folder))
         tell(f"{len(plans)} launches; reading {name}")
         try:
