@@ -29,7 +29,7 @@ from tests.megatron.cores import (
     compare,
 )
 from tests.megatron.models import DISTRIBUTED, RECOMPUTED, Case
-from tests.megatron.training import Trainer, layout
+from tests.megatron.training import Trainer, layout, started
 
 TRAININGS = {
     "TP 2, no type": TP.but({"sequence_parallel": False}, typed=False),
@@ -86,12 +86,8 @@ def timed(rank: int, overlapped: float) -> Ran:
 def swapped(rank: int) -> set[str]:
     """Names of attributes that passes swap."""
     overlapping = Overlapping()
-    with layout(TP):
-        overlapping.start()
-        try:
-            Trainer(TP).step()
-        finally:
-            overlapping.stop()
+    with layout(TP), started(overlapping):
+        Trainer(TP).step()
     assert overlapping.overlap is not None
     return {name for state in overlapping.overlap.states for name in getattr(state, "_names", ())}
 

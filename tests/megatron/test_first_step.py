@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.fb_overlap.pass_states import Census
 from tests.megatron.models import RECOMPUTED, Case
-from tests.megatron.training import Trainer, layout
+from tests.megatron.training import Trainer, layout, started
 
 DENSE = Case(tensor=2, microbatches=2, options={"num_layers": 2})
 DROPOUT = {"hidden_dropout": 0.1}
@@ -61,14 +61,10 @@ def trained(rank: int, case: Case, change: Callable[[Trainer], None]) -> str:
         own = Trainer(case)
         change(own)
         bits = own.run(3)
-        overlapping.start()
-        try:
-            with redirect_stdout(printed):
-                ours = Trainer(case)
-                change(ours)
-                assert ours.run(3) == bits
-        finally:
-            overlapping.stop()
+        with started(overlapping), redirect_stdout(printed):
+            ours = Trainer(case)
+            change(ours)
+            assert ours.run(3) == bits
     return printed.getvalue()
 
 
@@ -84,16 +80,12 @@ def test_a_first_step_that_failed_is_watched_again(ranks: Any) -> None:
 
 def freed(rank: int) -> bool:
     overlapping = Overlapping()
-    with layout(DENSE):
-        overlapping.start()
-        try:
-            trainer = Trainer(DENSE)
-            trainer.run(2)
-            model = weakref.ref(trainer.models[0])
-            del trainer
-            gc.collect()
-        finally:
-            overlapping.stop()
+    with layout(DENSE), started(overlapping):
+        trainer = Trainer(DENSE)
+        trainer.run(2)
+        model = weakref.ref(trainer.models[0])
+        del trainer
+        gc.collect()
     return model() is None
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from mindspeed_patches.fb_overlap import Overlapping
 from tests.megatron.models import BATCH, EXPERTS, LENGTH, RECOMPUTED, Case
 from tests.megatron.replayed_routing import Routes, counting, routing
-from tests.megatron.training import Trainer, layout
+from tests.megatron.training import Trainer, layout, started
 
 LAYERS = 3
 ROUTED = {"moe_token_dispatcher_type": "alltoall", "num_layers": LAYERS}
@@ -58,11 +58,8 @@ def compare(rank: int, case: Case, queue: Callable[[], Any]) -> tuple[int, int]:
     overlapping = Overlapping()
     with layout(case):
         own = trained(case, queue)
-        overlapping.start()
-        try:
+        with started(overlapping):
             ours = trained(case, queue)
-        finally:
-            overlapping.stop()
     assert ours == own
     assert overlapping.overlap is not None
     return overlapping.overlap.runs, overlapping.recomputation.ahead.count

@@ -17,7 +17,7 @@ from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.fb_overlap.recomputation import Recomputation
 from mindspeed_patches.patching import PatchManager
 from tests.megatron.models import EXPERTS, RECOMPUTED, Case, settings
-from tests.megatron.training import Trainer, layout
+from tests.megatron.training import Trainer, layout, started
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 LAYERS, MICROBATCHES = 3, 2
@@ -58,12 +58,9 @@ def compare(rank: int, case: Case) -> tuple[Counter[str], int]:
     overlapping = Overlapping()
     with layout(case):
         own, megatrons = trained(case)
-        overlapping.start()
-        try:
-            with mock.patch.object(ForwardBackwardOverlap, "check"):  # all-reduces of its own
-                ours, left = trained(case)
-        finally:
-            overlapping.stop()
+        without_check = mock.patch.object(ForwardBackwardOverlap, "check")  # has all-reduces
+        with started(overlapping), without_check:
+            ours, left = trained(case)
     assert ours == own
     return megatrons - left, overlapping.recomputation.ahead.count
 
@@ -94,12 +91,8 @@ def without_tensors(rank: int) -> float:
     from megatron.core import tensor_parallel
 
     overlapping = Overlapping()
-    with layout(DENSE):
-        overlapping.start()
-        try:
-            result: torch.Tensor = tensor_parallel.checkpoint(lambda: torch.ones(()), False)
-        finally:
-            overlapping.stop()
+    with layout(DENSE), started(overlapping):
+        result: torch.Tensor = tensor_parallel.checkpoint(lambda: torch.ones(()), False)
     return result.item()
 
 
@@ -114,32 +107,28 @@ def other_number(rank: int) -> str:
     recomputation = Recomputation()
     overlapping = Overlapping()
     overlapping.recomputation = recomputation
-    with layout(DENSE):
-        overlapping.start()
-        try:
-            layers = Trainer(DENSE).models[0].module.decoder.layers
-            rows = [layer.mlp.linear_fc2 for layer in layers]
-            count = [len(rows)]
+    with layout(DENSE), started(overlapping):
+        layers = Trainer(DENSE).models[0].module.decoder.layers
+        rows = [layer.mlp.linear_fc2 for layer in layers]
+        count = [len(rows)]
 
-            def function(x: torch.Tensor) -> torch.Tensor:
-                for row in rows[: count[0]]:
-                    x = x + row(x.repeat(2, 1, 1))[0]
-                return x
+        def function(x: torch.Tensor) -> torch.Tensor:
+            for row in rows[: count[0]]:
+                x = x + row(x.repeat(2, 1, 1))[0]
+            return x
 
-            def train(recomputed: int) -> None:
-                x = torch.randn(8, 2, 32, requires_grad=True)
-                count[0] = 3
-                y = tensor_parallel.checkpoint(function, False, x)
-                count[0] = recomputed
-                y.sum().backward()
+        def train(recomputed: int) -> None:
+            x = torch.randn(8, 2, 32, requires_grad=True)
+            count[0] = 3
+            y = tensor_parallel.checkpoint(function, False, x)
+            count[0] = recomputed
+            y.sum().backward()
 
-            with recomputation.leaving_out([]):
-                train(recomputed=3)
-                train(recomputed=3)
-                with pytest.raises(RuntimeError) as error:
-                    train(recomputed=1)
-        finally:
-            overlapping.stop()
+        with recomputation.leaving_out([]):
+            train(recomputed=3)
+            train(recomputed=3)
+            with pytest.raises(RuntimeError) as error:
+                train(recomputed=1)
     return str(error.value)
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from mindspeed_patches.fb_overlap import Overlapping
 from tests.megatron.models import EXPERTS, RECOMPUTED, Case
-from tests.megatron.training import Trainer, layout
+from tests.megatron.training import Trainer, layout, started
 
 LAYERS = 3
 MICROBATCHES = 2, 1, 4, 3
@@ -70,11 +70,8 @@ def compare(rank: int, in_order: bool) -> SimpleNamespace:
     overlapping = Overlapping()
     with layout(DENSE):
         own = trained(rank, in_order)
-        overlapping.start()
-        try:
+        with started(overlapping):
             ours = trained(rank, in_order)
-        finally:
-            overlapping.stop()
     assert ours == own
     assert overlapping.overlap is not None
     return SimpleNamespace(
@@ -121,11 +118,8 @@ def with_chunks(rank: int) -> int:
     case = replace(DENSE, replicas=2, microbatches=3)
     with layout(case):
         own = Chunked(case).run(3)
-        overlapping.start()
-        try:
+        with started(overlapping):
             ours = Chunked(case).run(3)
-        finally:
-            overlapping.stop()
     assert ours == own
     assert overlapping.overlap is not None
     return overlapping.overlap.hand_overs["forward"]
@@ -145,15 +139,11 @@ def decided(rank: int) -> str:
     for number in numbers[1:-1]:
         clock += [clock[-1], clock[-1] + (2.0 if number == 2 else 3.0)]
     overlapping.clock = iter(clock[1:]).__next__
-    with layout(case), redirect_stdout(printed):
-        overlapping.start()
-        try:
-            trainer = Trainer(case)
-            for number in numbers:
-                trainer.case = replace(case, microbatches=number)
-                trainer.run(1)
-        finally:
-            overlapping.stop()
+    with layout(case), redirect_stdout(printed), started(overlapping):
+        trainer = Trainer(case)
+        for number in numbers:
+            trainer.case = replace(case, microbatches=number)
+            trainer.run(1)
     return printed.getvalue()
 
 

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from mindspeed_patches import LinearWrappers
+from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.rehearsal.devices import Finished, _Stream
 from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
@@ -64,6 +65,16 @@ def layout(case: Case) -> Iterator[None]:
         )
         model_parallel_cuda_manual_seed(1)
         yield
+
+
+@contextlib.contextmanager
+def started(overlapping: Overlapping) -> Iterator[None]:
+    """In the block, Megatron's schedules overlap."""
+    overlapping.start()
+    try:
+        yield
+    finally:
+        overlapping.stop()
 
 
 @contextlib.contextmanager
