@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,8 @@ from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, refuse, write_output
 from commfuse_npu.tools.plan.folder import launch_scripts, plan_folder
-from commfuse_npu.tools.plan.forms import LaunchPlan, plan_launch
-from commfuse_npu.tools.plan.launch import ask_about
+from commfuse_npu.tools.plan.launch import AskedLaunch, ask_about
+from commfuse_npu.tools.plan.launch_plan import LaunchPlan, plan_launch
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
 from commfuse_npu.tools.simulate.recommend import (
     Fixed,
@@ -32,7 +33,9 @@ from commfuse_npu.tools.simulate.timed import as_json, best, show
 from commfuse_npu.tools.terminal import tell
 
 _HARDWARE = "ascend_910b_server"
-"""The description if there are no NPUs here."""
+"""The description if there are no NPUs here, and nothing says A3."""
+_A3 = "ascend_910c_supernode"
+_SAYS_A3 = re.compile(r"(?<![A-Za-z0-9])A3(?![A-Za-z0-9])", re.I)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     choose.add_argument(
         "--hardware",
         help=f"a yaml file, or its name in configs/hardware/; default {_HARDWARE}; for a launch "
-        "that of the NPUs here",
+        f"that of the NPUs here, else {_A3} if it starts 16 processes per node or its path says A3",
     )
     choose.add_argument("--npus", type=whole(), help="all of them are used; the model's by default")
     choose.add_argument(
@@ -138,26 +141,27 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         words = ["bash", path, *words]
     tell(f"reading what {path or 'the command'} starts")
     launch = ask_about(config, words, os.environ, arguments.nproc_per_node)
-    plan = plan_launch(launch, _hardware(arguments))
+    plan = plan_launch(launch, _hardware(arguments, launch, words))
     print(plan.verdict, "", plan, sep="\n")
     figures = partial(write_json, content=plan.as_json(), indent=1)
     write_output(arguments.json, ": all figures", figures)
     return int(bool(plan.problems))
 
 
-def _hardware(arguments: argparse.Namespace) -> Hardware:
-    """The machine that was asked for, else that of the NPUs here, if there is a description."""
-    descriptions = {described(name) or _HARDWARE for name, _ in listed_npus(LocalMachine.this())}
-    default = descriptions.pop() if len(descriptions) == 1 else _HARDWARE
-    return Hardware.load(find_config(arguments.hardware or default, "hardware"))
+def _hardware(arguments: argparse.Namespace, launch: AskedLaunch, words: Sequence[str]) -> Hardware:
+    """The machine that was asked for, else that of the NPUs here, else that of the launch."""
+    descriptions = {described(name) for name, _ in listed_npus(LocalMachine.this())} - {None}
+    # A server of an A3 has 16 NPUs, one of an A2 has 8.
+    a3 = launch.config.npus_per_node == 16 or any(map(_SAYS_A3.search, words))
+    default = descriptions.pop() if len(descriptions) == 1 else None
+    chosen = arguments.hardware or default or (_A3 if a3 else _HARDWARE)
+    return Hardware.load(find_config(chosen, "hardware"))
 
 
 def _folder(arguments: argparse.Namespace, folder: Path, scripts: Sequence[Path]) -> int:
-    hardware = _hardware(arguments)
-
     def plan(words: Sequence[str]) -> LaunchPlan:
         launch = ask_about(None, words, os.environ, arguments.nproc_per_node)
-        return plan_launch(launch, hardware)
+        return plan_launch(launch, _hardware(arguments, launch, words))
 
     return plan_folder(folder, scripts, plan, arguments.json)
 

@@ -11,13 +11,23 @@ from commfuse_npu.plan import PlanError
 from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.launch_script import NoTrainingError, UsageError
 from commfuse_npu.tools.option_types import write_output
-from commfuse_npu.tools.plan.forms import LaunchPlan
+from commfuse_npu.tools.plan.launch_plan import LaunchPlan, percent
+from commfuse_npu.tools.simulate.footprint import limit
 from commfuse_npu.tools.terminal import table_head, table_row, tell
 
-_HEAD = "script", "now, ms", "best form", "less time", "MiB", "what to do"
+_HEAD = (
+    "script",
+    "now, ms",
+    "best form",
+    "less time than now",
+    "GiB of usable",
+    "machine",
+    "what to do",
+)
 _LEGEND = (
-    "Time of a step, and memory of the fullest rank in the best form: simulated at typical "
-    "figures. `commfuse-npu plan SCRIPT` has all forms of one launch."
+    "Simulated, not measured: a step at typical figures (ranges over uncertain ones), and the "
+    "memory of the fullest rank in the best form. `commfuse-npu plan SCRIPT` has all forms of one "
+    "launch."
 )
 
 
@@ -65,23 +75,25 @@ def plan_folder(
 
 def _rows(plans: dict[str, LaunchPlan | str]) -> Iterator[str]:
     """The launches with the largest gain first, those without a known gain last."""
-    order = sorted(plans.items(), key=_gain, reverse=True)
-    for name, found in order:
+    for name, found in sorted(plans.items(), key=_gain, reverse=True):
         if isinstance(found, str):
-            yield table_row((name, "-", "-", "-", "-", found))
+            yield table_row((name, *"-----", found))
             continue
         best = found.best
-        change = found.verdict
-        if best is not None and best is not found.present and not found.problems:
-            change = best.change
-        gain = "-" if found.saved is None else f"{found.saved:.1%}"
+        now = found.now.seconds
+        usable = limit(found.hardware) / 2**30
+        changes = best is not found.now and not found.problems
+        what = best.change if changes else found.verdict
+        if changes and found.unsimulated:
+            what += f" (gain not known: {found.unsimulated})"
         yield table_row((
             name,
-            _number(found.present.seconds, 1e3),
-            "-" if best is None else best.name,
-            gain,
-            _number(best and best.mebibytes),
-            change,
+            "-" if now is None else f"{1e3 * now:,.0f}",
+            best.name,
+            "-" if found.saved is None or not changes else percent(found.saved),
+            "-" if best.timed is None else f"{best.gibibytes:.1f} of {usable:.1f}",
+            "A3" if "A3" in found.hardware.name else "A2",
+            what,
         ))  # fmt: skip
 
 
@@ -89,8 +101,4 @@ def _gain(item: tuple[str, LaunchPlan | str]) -> float:
     found = item[1]
     if isinstance(found, str) or found.saved is None:
         return -1.0
-    return found.saved
-
-
-def _number(value: float | None, scale: float = 1.0) -> str:
-    return "-" if value is None else f"{scale * value:,.0f}"
+    return found.saved.typical

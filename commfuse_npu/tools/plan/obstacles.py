@@ -45,6 +45,7 @@ class Obstacles(NamedTuple):
             beside; ``None`` if there is nothing to pair or no schedule.
         least: layers with fewer rows per block stay Megatron's on a described NPU.
         notes: further facts for the reader.
+        also: CommFuse's other options that could be given with ``--use-commfuse``.
     """
 
     layers: Sequence[Judged]
@@ -54,6 +55,7 @@ class Obstacles(NamedTuple):
     paired: float | None
     least: int
     notes: Sequence[str]
+    also: Sequence[str]
 
 
 def obstacles(launch: AskedLaunch) -> Obstacles:
@@ -97,11 +99,9 @@ def obstacles(launch: AskedLaunch) -> Obstacles:
     spec = options.text("--spec") or ""
     if "mamba" in spec or (spec and not spec.startswith("mindspeed_llm.")):
         notes.append(f"--spec {spec} is not read: it is judged as Megatron's GPTModel")
-    if also:
-        notes.append(f"with --use-commfuse {', '.join(also)} can be given, too")
     least = min_rows_to_fuse(size, config.hidden_size) if keeps_short_blocks(fuse) else 0
     layers = list(_judge(launch, least))
-    return Obstacles(layers, "; ".join(problems), *_overlap(launch), least, notes)
+    return Obstacles(layers, "; ".join(problems), *_overlap(launch), least, notes, also)
 
 
 def _refused(ours: str, options: Options) -> list[str]:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.tools.plan.forms import plan_launch
 from commfuse_npu.tools.plan.launch import AskedLaunch, NotSimulated, training_of
+from commfuse_npu.tools.plan.launch_plan import plan_launch
 from commfuse_npu.tools.plan.obstacles import obstacles
 from tests.tools.plan.launches import (
     EXPERTS,
@@ -42,8 +42,7 @@ def layers(launch: AskedLaunch) -> str:
 def remarks(launch: AskedLaunch) -> list[str]:
     """What stands against a launch, and what in it is not as meant."""
     found, plan = obstacles(launch), plan_launch(launch, SERVER)
-    notes = [note for note in found.notes if not note.endswith("can be given, too")]
-    return [*filter(None, [found.fused]), *plan.problems, *notes]
+    return [*filter(None, [found.fused]), *plan.problems, *found.notes]
 
 
 def recomputed(launch: AskedLaunch) -> list[int]:
@@ -54,9 +53,7 @@ def recomputed(launch: AskedLaunch) -> list[int]:
 
 def too(launch: AskedLaunch) -> list[str]:
     """Our other options that can be given."""
-    start, end = "with --use-commfuse ", " can be given, too"
-    notes = obstacles(launch).notes
-    return [note[len(start) : -len(end)] for note in notes if note.endswith(end)]
+    return list(obstacles(launch).also)
 
 
 def paired(launch: AskedLaunch) -> tuple[str, str, float | None]:
@@ -117,13 +114,13 @@ VALUES: list[tuple[Callable[[AskedLaunch], Any], dict[str, Any]]] = [
         "--config --commfuse-attention": [],  # the launchers switch dropout off
     }),
     (too, {
-        FOUR: ["--commfuse-attention, --commfuse-dp"],
+        FOUR: ["--commfuse-attention", "--commfuse-dp"],
         f"{FOUR} --commfuse-attention": ["--commfuse-dp"],
         f"{FOUR} --attention-dropout 0.1": ["--commfuse-dp"],
         f"{FOUR} --context-parallel-size 2": ["--commfuse-dp"],
-        f"{FOUR} {ULYSSES}": ["--commfuse-ulysses, --commfuse-dp"],
+        f"{FOUR} {ULYSSES}": ["--commfuse-ulysses", "--commfuse-dp"],
         f"{FOUR} --nproc_per_node 4": ["--commfuse-attention"],
-        "--config --nproc_per_node 16": ["--commfuse-attention, --commfuse-dp"],
+        "--config --nproc_per_node 16": ["--commfuse-attention", "--commfuse-dp"],
         ONE: ["--commfuse-dp"],  # at TP 1 nothing else is fused
         f"{ONE} --use-custom-fsdp": [],
         f"{FOUR} --use-ascend-coc": [],
@@ -262,20 +259,17 @@ WORDS: list[tuple[Callable[[AskedLaunch], str], dict[str, tuple[str, ...]]]] = [
             ("latent attention with context",),
     }),
     (verdict, {
-        f"{MANY} {EXPERTS}": ("Add --commfuse-overlap", "16 ranks of experts"),
+        f"{MANY} {EXPERTS}": ("Add `--commfuse-overlap`", "16 ranks of experts"),
         f"{MANY} --full-attention-interval 4": ("Add ", "as if every layer had full attention"),
         f"{MANY} --tp-2d": ("Add ", "--tp-2d: linear layers cut in two dimensions"),
         f"{MANY} --nproc_per_node 16 --tensor-model-parallel-size 16":
             ("Add ", "a group of 16 spans nodes of 8 NPUs"),
         f"{FOUR} --tensor-model-parallel-size 1":
-            ("Nothing to add: no overlap (no tensor, expert or context "
-             "parallelism, so nothing to hide), no fused layers (--tensor-model-parallel-size 1: ",
-             "a group of one transfers nothing; "),
+            ("Nothing to change. Overlap: no tensor, expert or context parallelism, so nothing ",),
         # Short blocks: nothing would be fused.
-        f"{WIDE} --enable-cuda-graph": ("Nothing to add: no overlap (--enable-cuda-graph: ",
-                                        "a group of 16"),
+        f"{WIDE} --enable-cuda-graph": ("Nothing to change. Overlap: --enable-cuda-graph: ",),
         f"{WIDE} --enable-cuda-graph --commfuse-chunks 1 --commfuse-layers qkv":
-            ("Add --use-commfuse: fused layers. The gain is", "spans"),
+            ("Add `--use-commfuse`: fused layers. The gain is", "spans"),
     }),
 ]  # fmt: skip
 

@@ -1,0 +1,277 @@
+"""The answer for one launch: the form to run it in, and the table of all forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.plan import PlanError
+from commfuse_npu.tools.launch_script.short_run import PEERS
+from commfuse_npu.tools.model_config import problems
+from commfuse_npu.tools.plan.forms import Form, forms_of, simulate_forms
+from commfuse_npu.tools.plan.launch import (
+    AskedLaunch,
+    roughly,
+    size_of,
+    training_of,
+)
+from commfuse_npu.tools.plan.obstacles import Judged, obstacles
+from commfuse_npu.tools.simulate.footprint import limit
+from commfuse_npu.tools.simulate.timed import Range
+from commfuse_npu.tools.terminal import table_row
+
+_LITTLE = 0.01
+"""Share of a step that a change of options has to save."""
+_LEGEND = (
+    "Simulated, not measured: a step at typical figures of this machine; ranges are over its "
+    "uncertain figures. Memory is that of the fullest rank, with the buffers of transfers and "
+    "communicators. Overlap: the forward of another micro-batch, gradients, recomputation and "
+    "weight gradients hide each other's transfers; a lone forward runs in Megatron's order, or "
+    "with fused layers. Not checked: whether CoC and MC2 support this launch."
+)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """The answer for one launch.
+
+    Attributes:
+        forms: those that can be launched and fit an NPU first, by their time.
+        hardware: the described machine.
+        problems: why the launch would fail at its start in any form.
+        unsimulated: why no form is simulated; empty if some are.
+        schedule, layers: what ``--use-commfuse`` would run; empty if the launch cannot start.
+    """
+
+    name: str
+    layout: str
+    forms: tuple[Form, ...]
+    hardware: Hardware
+    notes: tuple[str, ...]
+    problems: tuple[str, ...]
+    unsimulated: str
+    schedule: str
+    layers: tuple[Judged, ...]
+
+    @property
+    def now(self) -> Form:
+        """What the launch runs now."""
+        return next(form for form in self.forms if form.used)
+
+    @property
+    def reference(self) -> Form:
+        """The form that others are compared with: the present one, if it is simulated."""
+        return self.now if self.now.timed else next(form for form in self.forms if not form.flags)
+
+    @property
+    def best(self) -> Form:
+        """The form to run the launch in.
+
+        It is the fastest that can be launched and, if any does, fits an NPU.  It has to save a
+        hundredth of a step beside the present form and beside each with a part of its options.  If
+        no form is simulated, it is overlap, else fused layers if any layer is fused, where nothing
+        prevents them.
+        """
+        possible = [form for form in self.forms if not form.obstacle]
+        timed = [form for form in possible if form.timed]
+        timed = [form for form in timed if form.fits] or timed
+        for form in timed:
+            others = [o for o in timed if {*o.flags.split()} < {*form.flags.split()} and o.flags]
+            others += [self.reference] if self.reference in timed else []
+            if form is self.now or all(_saves(form, other) for other in others):
+                return form
+        if timed:
+            return self.now
+        fuses = not all(layer.reason for layer in self.layers)
+        ours = ["--commfuse-overlap", *["--use-commfuse"] * fuses]
+        addable = (form for form in possible if form.flags in ours and not form.without)
+        return next(addable, self.now)
+
+    @property
+    def saved(self) -> Range | None:
+        """Share of the present time of a step that the best form saves; ``None`` if not known."""
+        return self.best.less_time(self.reference)
+
+    @property
+    def verdict(self) -> str:
+        if self.problems:
+            return f"As it is, the launch would fail at its start: {self.problems[0]}"
+        best = self.best
+        if best is self.now:
+            return " ".join(["Nothing to change.", *self._why_nothing(), *self._memory()])
+        change = best.change[0].upper() + best.change[1:]
+        saved = self.saved
+        if saved is None:
+            return f"{change}: {best.name}. The gain is not known: {self.unsimulated}."
+        now = self.reference
+        than = "now" if now.used else f"in {now.name} ({self.now.name}, as now, is not simulated)"
+        more = (best.gibibytes or 0.0) - (now.gibibytes or 0.0)
+        gain = f"{change}: a step takes {percent(saved)} less time than {than}, {more:+.1f} GiB."
+        return " ".join([gain, *self._memory()])
+
+    def _why_nothing(self) -> Iterator[str]:
+        """Why not overlap, and not another form that would be faster."""
+        for form in self.forms:
+            less = form.less_time(self.reference)
+            ours = form.flags == "--commfuse-overlap"
+            if form.used or (form.obstacle and not ours):
+                continue
+            title = form.name[0].upper() + form.name[1:]
+            if ours and (form.obstacle or less is None or less.typical == 0):
+                yield f"{title}: {form.obstacle or form.remark}."
+            elif less is not None and (ours or less.typical > 0):
+                few = ", too little for a change" * (less.typical > 0)
+                few = few if form.fits else ", but it does not fit"
+                yield f"{title}: {percent(less)} less time{few}."
+
+    def _memory(self) -> Iterator[str]:
+        """A sentence if the best form does not fit, so that no form does."""
+        if not self.best.fits:
+            usable = limit(self.hardware) / 2**30
+            yield (
+                f"By this estimate no form fits: it needs {self.best.gibibytes:.1f} GiB, and "
+                f"{usable:.1f} GiB of an NPU are usable."
+            )
+
+    def __str__(self) -> str:
+        total = self.hardware.typical("npu.hbm_bytes") / 2**30
+        usable = limit(self.hardware) / 2**30
+        lines = [f"{self.name}: {self.layout}, on {self.hardware.name}"]
+        lines += [f"error: {problem}" for problem in self.problems]
+        lines += [f"Note: {note}." for note in self.notes]
+        than = "now" if self.reference.used else self.reference.name
+        memory = f"GiB ({usable:.1f} of {total:.0f} usable)"
+        head = "form", "ms per step", f"less time than {than}", memory, "change", "remarks"
+        lines += ["", table_row(head), "|---|---:|---:|---:|---|---|"]
+        lines += [table_row(self._cells(form)) for form in self.forms]
+        lines += ["", _LEGEND]
+        refused = any(form.obstacle for form in self.forms if form.flags == "--use-commfuse")
+        if self.layers and not refused:
+            lines += ["", f"Layers with --use-commfuse, forward, per rank ({self.schedule}):"]
+            lines += [f"  {layer}" for layer in self.layers]
+        return "\n".join(lines)
+
+    def _cells(self, form: Form) -> list[str]:
+        time = memory = less = "-"
+        if form.timed is not None:
+            time = f"{1e3 * form.timed.typical:,.0f}"
+            memory = f"{form.gibibytes:.1f}{'' if form.fits else ', too much'}"
+            saved = form.less_time(self.reference)
+            if saved is not None:
+                less = "now" if form.used else percent(saved)
+        name = f"{form.name} (now)" if form.used else form.name
+        return [name, time, less, memory, form.change, form.obstacle or form.remark]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "layout": self.layout,
+            "verdict": self.verdict,
+            "best": self.best.name,
+            "saved": self.saved and self.saved._asdict(),
+            "reference": self.reference.name,
+            "hardware": self.hardware.name,
+            "usable_bytes": limit(self.hardware),
+            "notes": self.notes,
+            "problems": self.problems,
+            "forms": [form.as_json(self.reference) for form in self.forms],
+            "schedule": self.schedule,
+            "layers": [layer._asdict() for layer in self.layers],
+        }
+
+
+def percent(share: Range) -> str:
+    """``21.6 % (15.0 to 25.1)``."""
+    # Zero has no sign.
+    low, typical, high = (f"{round(100 * part, 1) + 0.0:.1f}" for part in share)
+    return f"{typical} %" if low == high else f"{typical} % ({low} to {high})"
+
+
+def _saves(form: Form, other: Form) -> bool:
+    """Whether a form saves enough beside another one."""
+    less = form.less_time(other)
+    return less is not None and less.typical >= _LITTLE
+
+
+def _layout(launch: AskedLaunch) -> str:
+    """The parallel sizes of a launch."""
+    config = launch.config
+    sizes = {
+        "TP": config.tensor_model_parallel_size,
+        "PP": config.pipeline_model_parallel_size,
+        "CP": config.context_parallel_size,
+        "EP": size_of(launch.options, "expert-model"),
+        "DP": config.data_parallel_size,
+    }
+    parts = [f"{name} {size}" for name, size in sizes.items()]
+    return ", ".join([*parts, *["sequence parallel"] * config.uses_sequence_parallel])
+
+
+def _problems(launch: AskedLaunch) -> list[str]:
+    """Why the launch would fail at its start: mismatches of model, layout and batch."""
+    # With --kv-channels the hidden size need not be divisible by the heads.
+    may = "hidden size" if "--kv-channels" in launch.options else "nothing"
+    return [line for line in problems(launch.config) if not line.startswith(may)]
+
+
+def _without_peers(launch: AskedLaunch) -> AskedLaunch:
+    """The launch without the overlaps that CommFuse would take the place of."""
+    options = launch.options.copy()
+    options.drop(*PEERS)
+    return replace(launch, command=replace(launch.command, options=options))
+
+
+def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
+    """Compare the forms in which a launch can run.
+
+    Raises:
+        PlanError: the options form no valid schedule.
+    """
+    against = obstacles(_without_peers(launch))
+    wrong = _problems(launch)
+    ordered = launch.command.environment.get("HCCL_DETERMINISTIC", "").lower()
+    if ordered in ("true", "strict") or "--npu-deterministic" in launch.options:
+        hardware = replace(hardware, deterministic=True)
+    rows = {}
+    unsimulated = wrong[0] if wrong else ""
+    try:
+        if not wrong:
+            rows = simulate_forms(launch, training_of(launch), hardware, against)
+    except PlanError:
+        raise
+    except ValueError as error:
+        unsimulated = str(error)
+    plan = LaunchPlan(
+        launch.name,
+        _layout(launch),
+        tuple(forms_of(launch, rows, against, hardware, unsimulated)),
+        hardware,
+        (*launch.command.notes, *([] if unsimulated else roughly(launch.options)), *against.notes),
+        tuple(wrong),
+        unsimulated,
+        "" if wrong else str(launch.schedule),
+        () if wrong else tuple(against.layers),
+    )
+    split = _with_sequence_parallelism(launch, hardware, plan) if rows else ""
+    return replace(plan, notes=(*plan.notes, *filter(None, [split])))
+
+
+def _with_sequence_parallelism(launch: AskedLaunch, hardware: Hardware, plan: LaunchPlan) -> str:
+    """What ``--sequence-parallel`` would bring to a launch with tensor parallelism alone."""
+    if launch.config.tensor_model_parallel_size == 1 or launch.config.sequence_parallel:
+        return ""
+    option = "--sequence-parallel"
+    command = replace(launch.command, options=launch.options.copy())
+    command.options.set(option)
+    config = replace(launch.config, sequence_parallel=True)
+    other = plan_launch(replace(launch, command=command, config=config), hardware)
+    form = other.best
+    if form.timed is None or other.problems:
+        return ""
+    return (
+        f"with {option} added and {form.name} a step takes {1e3 * (form.seconds or 0):,.0f} ms and "
+        f"{form.gibibytes:.1f} GiB; the best form without it {1e3 * (plan.best.seconds or 0):,.0f} "
+        f"ms and {plan.best.gibibytes:.1f} GiB"
+    )
