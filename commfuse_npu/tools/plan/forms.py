@@ -8,6 +8,7 @@ from typing import Any
 
 from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.plan.slots import recomputes_all
+from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.plan.launch import (
     AskedLaunch,
     NotSimulated,
@@ -38,6 +39,7 @@ class Form:
 
     Attributes:
         flags: the options that it needs; empty for Megatron's own order.
+        adds: those of them that the launch lacks.
         without: options of the launch that it has to be launched without.
         timed: the step, simulated; ``None`` if it is not.
         obstacle: why it cannot be launched, and a way out; empty if nothing known prevents it.
@@ -47,6 +49,7 @@ class Form:
 
     name: str
     flags: str
+    adds: str
     without: str
     timed: Timed | None
     obstacle: str = ""
@@ -70,11 +73,11 @@ class Form:
     @property
     def change(self) -> str:
         """What to change in the launch to get this form; empty if nothing."""
-        if self.flags and self.without:
-            return f"replace `{self.without}` by `{self.flags}`"
+        if self.adds and self.without:
+            return f"replace `{self.without}` by `{self.adds}`"
         if self.without:
             return f"leave out `{self.without}`"
-        return f"add `{self.flags}`" if self.flags and not self.used else ""
+        return f"add `{self.adds}`" if self.adds else ""
 
     def less_time(self, than: Form) -> Range | None:
         """Share of a step of another form that this one saves; ``None`` if not simulated."""
@@ -190,7 +193,15 @@ def _forms(
         without = " ".join(sorted(_EXCLUSIVE.intersection(options.names) - kept))
         why = _no_gain(launch, row, rows.get(megatron), against, hardware)
         remark = why or _goes_with(flags, launch, against)
-        yield Form(title, flags, "" if used else without, row, obstacle, remark, used)
+        adds = _lacking(options, flags)
+        yield Form(title, flags, adds, "" if used else without, row, obstacle, remark, used)
+
+
+def _lacking(options: Options, flags: str) -> str:
+    """The flags that a launch lacks, or has with other values."""
+    wanted = Options(flags.split())
+    lacking = [name for name in wanted.names if not in_use(options, f"{name} {wanted.text(name)}")]
+    return " ".join(word for name in lacking for word in (name, *wanted.values(name)))
 
 
 def _goes_with(flags: str, launch: AskedLaunch, against: Obstacles) -> str:

@@ -25,11 +25,9 @@ from commfuse_npu.tools.terminal import table_row
 _LITTLE = 0.01
 """Share of a step that a change of options has to save."""
 _LEGEND = (
-    "Simulated, not measured: a step at typical figures of this machine; ranges are over its "
-    "uncertain figures. Memory is that of the fullest rank, with the buffers of transfers and "
-    "communicators. Overlap: the forward of another micro-batch, gradients, recomputation and "
-    "weight gradients hide each other's transfers; a lone forward runs in Megatron's order, or "
-    "with fused layers. Not checked: whether CoC and MC2 support this launch."
+    "Simulated, not measured: a step at typical figures of the machine, with the range over its "
+    "uncertain figures; memory of the fullest rank, with communicators. Whether CoC and MC2 "
+    "support this launch is not checked."
 )
 
 
@@ -138,13 +136,15 @@ class LaunchPlan:
     def __str__(self) -> str:
         total = self.hardware.typical("npu.hbm_bytes") / 2**30
         usable = limit(self.hardware) / 2**30
-        lines = [f"{self.name}: {self.layout}, on {self.hardware.name}"]
+        lines = [
+            f"{self.name}: {self.layout}, on {self.hardware.name}; {usable:.1f} of {total:.0f} GiB of "
+            "an NPU are usable"
+        ]
         lines += [f"error: {problem}" for problem in self.problems]
         lines += [f"Note: {note}." for note in self.notes]
         than = "now" if self.reference.used else self.reference.name
-        memory = f"GiB ({usable:.1f} of {total:.0f} usable)"
-        head = "form", "ms per step", f"less time than {than}", memory, "change", "remarks"
-        lines += ["", table_row(head), "|---|---:|---:|---:|---|---|"]
+        head = "form", "ms per step", f"less time than {than}", "GiB", "change; remarks"
+        lines += ["", table_row(head), "|---|---:|---:|---:|---|"]
         lines += [table_row(self._cells(form)) for form in self.forms]
         lines += ["", _LEGEND]
         refused = any(form.obstacle for form in self.forms if form.flags == "--use-commfuse")
@@ -162,7 +162,8 @@ class LaunchPlan:
             if saved is not None:
                 less = "now" if form.used else percent(saved)
         name = f"{form.name} (now)" if form.used else form.name
-        return [name, time, less, memory, form.change, form.obstacle or form.remark]
+        remarks = "; ".join(filter(None, [form.change, form.obstacle or form.remark]))
+        return [name, time, less, memory, remarks]
 
     def as_json(self) -> dict[str, Any]:
         return {
