@@ -137,8 +137,8 @@ class LaunchPlan:
         total = self.hardware.typical("npu.hbm_bytes") / 2**30
         usable = limit(self.hardware) / 2**30
         lines = [
-            f"{self.name}: {self.layout}, on {self.hardware.name}; {usable:.1f} of {total:.0f} GiB of "
-            "an NPU are usable"
+            f"{self.name}: {self.layout}, on {self.hardware.name}; {usable:.1f} of {total:.0f} GiB "
+            "of an NPU are usable"
         ]
         lines += [f"error: {problem}" for problem in self.problems]
         lines += [f"Note: {note}." for note in self.notes]
