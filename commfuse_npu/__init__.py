@@ -1,8 +1,9 @@
 """Splits the collectives of distributed training and overlaps them with computation.
 
 An implementation of CommFuse (arXiv 2604.24013) for Ascend NPUs; everything also runs on CPU with
-gloo, where it is tested.  Imports point down: ops -> runtime -> plan.  What needs torch is imported
-at its first use, because tools that check for torch do not need it.
+gloo, where it is tested.  Imports point down: ops, overlap -> runtime -> kernels, plan; launch and
+proof -> plan; tools -> all but ops and overlap.  What needs torch is imported at its first use,
+because tools that check for torch do not need it.
 """
 
 from __future__ import annotations

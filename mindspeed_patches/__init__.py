@@ -5,7 +5,7 @@ Imports go one way: this package imports Megatron and MindSpeed, ``commfuse_npu`
 
 from __future__ import annotations
 
-from commfuse_npu.options import LAYERS
+from commfuse_npu.launch.options import LAYERS
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.registration import install
 from mindspeed_patches.wrappers import LinearWrappers

@@ -19,7 +19,8 @@ and 26.1.0, MindSpeed-LLM 2.2.0 to 26.1.0 and master)::
     MindSpeed-LLM  scale
 
 ``--attention-softmax-in-fp32`` and ``--no-masked-softmax-fusion`` choose how Megatron rounds.
-Options that MindSpeed's forwards read from the launch are refused in :mod:`commfuse_npu.refusals`.
+Options that MindSpeed's forwards read from the launch are refused in
+:mod:`commfuse_npu.launch.refusals`.
 """
 
 from __future__ import annotations

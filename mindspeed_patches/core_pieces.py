@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
-from commfuse_npu.packages import MEGATRON, NEWEST_CORE
+from commfuse_npu.launch.packages import MEGATRON, NEWEST_CORE
 
 
 @dataclass(frozen=True)

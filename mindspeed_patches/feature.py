@@ -16,14 +16,14 @@ import os
 from typing import Any
 
 from commfuse_npu.kernels import use_matmul_add
-from commfuse_npu.options import (
+from commfuse_npu.launch.options import (
     DEFAULTS,
     OPTIONS,
     OVERLAP_OPTIONS,
     add_arguments,
     given_options,
 )
-from commfuse_npu.refusals import (
+from commfuse_npu.launch.refusals import (
     BESIDE,
     REFUSALS_OF,
     IncompatibleOptionsError,

@@ -14,7 +14,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 
-from commfuse_npu.options import unknown_option
+from commfuse_npu.launch.options import unknown_option
 from mindspeed_patches.registration import install
 
 

@@ -16,7 +16,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from commfuse_npu.packages import TOGETHER, WHY_WITHOUT, WITHOUT_MINDSPEED, find_package, numbers
+from commfuse_npu.launch.packages import (
+    TOGETHER,
+    WHY_WITHOUT,
+    WITHOUT_MINDSPEED,
+    find_package,
+    numbers,
+)
 from mindspeed_patches.feature import CommFuseFeature
 
 FEATURE = CommFuseFeature()

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.options import LAYERS
-from commfuse_npu.refusals import EXPERTS, RECOMPUTED, IncompatibleOptionsError
+from commfuse_npu.launch.options import LAYERS
+from commfuse_npu.launch.refusals import EXPERTS, RECOMPUTED, IncompatibleOptionsError
 from mindspeed_patches.attention import attention_arguments
 from mindspeed_patches.core_attention import softmax_scale
 from mindspeed_patches.data_parallel import BucketWrappers

@@ -1,7 +1,7 @@
 """Checks the CommFuse options of a launch, and registers the wrappers that they select.
 
-The options are declared in :mod:`commfuse_npu.options`.  At patch time Megatron's own options exist
-only if given, as strings; at validation all arguments are final.
+The options are declared in :mod:`commfuse_npu.launch.options`.  At patch time Megatron's own
+options exist only if given, as strings; at validation all arguments are final.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from commfuse_npu.launch.options import given_options, keeps_short_blocks, schedule_for
+from commfuse_npu.launch.refusals import IncompatibleOptionsError, check_compatible, missing
 from commfuse_npu.ops import LinearOptions
-from commfuse_npu.options import given_options, keeps_short_blocks, schedule_for
+from commfuse_npu.ops.tuning import Tuning, default_folder
 from commfuse_npu.plan import DATA_PARALLEL_LANES, Schedule, block_rows, default_chunks
-from commfuse_npu.refusals import IncompatibleOptionsError, check_compatible, missing
 from commfuse_npu.runtime.hccl_options import lane_megabytes
-from commfuse_npu.tuning import Tuning, default_folder
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.lanes import LaneUser
 from mindspeed_patches.start_report import StartReport
@@ -57,7 +57,7 @@ class LaunchSizes:
         return None if value is None else int(value)
 
     def schedule(self, size: int, stride: int = 1, **usual: Any) -> Schedule:
-        """:func:`~commfuse_npu.options.schedule_for` with the processes per node of this job.
+        """:func:`.options.schedule_for` with the processes per node of this job.
 
         Args:
             size, stride: ranks of the group, and the distance between their global ranks.

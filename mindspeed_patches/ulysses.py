@@ -47,9 +47,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from commfuse_npu.launch.refusals import unlisted
 from commfuse_npu.ops import LinearOptions, attention_all_to_all, linear_all_to_all
 from commfuse_npu.overlap.transfers import active_turns
-from commfuse_npu.refusals import unlisted
 from commfuse_npu.runtime.collectives import all_to_all
 from mindspeed_patches.attention import (
     DeferredAttention,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from commfuse_npu.refusals import RECOMPUTED
+from commfuse_npu.launch.refusals import RECOMPUTED
 from commfuse_npu.runtime.collectives import all_gather_rows
 
 

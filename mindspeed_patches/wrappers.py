@@ -21,19 +21,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.config_file import find_config
-from commfuse_npu.hardware.description import Hardware, described
-from commfuse_npu.hardware.machine import min_outputs_to_hide
+from commfuse_npu.launch.options import LAYERS
+from commfuse_npu.launch.refusals import EXPERTS, RECOMPUTED, layer_obstacle
 from commfuse_npu.ops import (
     LinearOptions,
     all_gather_linear,
     attention_linear_reduce_scatter,
     linear_reduce_scatter,
 )
-from commfuse_npu.options import LAYERS
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.plan import default_chunks, min_rows_to_fuse
-from commfuse_npu.refusals import EXPERTS, RECOMPUTED, layer_obstacle
+from commfuse_npu.plan.machines import described, outputs_to_hide
 from commfuse_npu.runtime.post_time import post_seconds
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.attention import (
@@ -147,11 +145,10 @@ class LinearWrappers(LaneUser):
         lanes = self.lanes()
         if lanes.device_type == "cpu":
             return
-        description = described(str(torch.get_device_module(lanes.device_type).get_device_name()))
-        if description is None:
+        machine = described(str(torch.get_device_module(lanes.device_type).get_device_name()))
+        if machine is None:
             return
-        hardware = Hardware.load(find_config(description, "hardware"))
-        least = min_outputs_to_hide(hardware.machine(), lanes.size)
+        least = outputs_to_hide(machine, lanes.size)
         options = replace(self._options[False], collectives_from=least)
         if self._limited and isinstance(lanes, Transport) and lanes.size > 1:
             post = post_seconds(lanes, options.schedule)

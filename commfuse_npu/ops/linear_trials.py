@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from commfuse_npu.ops.call import Call
+from commfuse_npu.ops.tuning import tuned
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tuning import tuned
 
 __all__ = ["choose_schedules"]
 

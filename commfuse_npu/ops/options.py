@@ -7,8 +7,8 @@ from types import NoneType, UnionType
 
 import torch
 
+from commfuse_npu.ops.tuning import Tuning
 from commfuse_npu.plan import Schedule
-from commfuse_npu.tuning import Tuning
 
 __all__ = ["LinearOptions", "check_type"]
 
@@ -41,7 +41,7 @@ class LinearOptions:
         collectives_from: column-parallel layers with at least this many outputs per rank run their
             backward with torch's collectives in Megatron's order, because their GEMMs hide them.
         tuning: at the first call with a shape, find the fastest chunks and number of lanes, or that
-            collectives are faster; see :mod:`commfuse_npu.tuning`.  Used by
+            collectives are faster; see :mod:`commfuse_npu.ops.tuning`.  Used by
             :func:`all_gather_linear` and :func:`linear_reduce_scatter`.  With it attention is cut
             into 4 chunks; the other ops ignore it.
     """

@@ -10,7 +10,7 @@ for both at once.
 Each rank executes a script of :class:`Post`, :class:`Wait` and :class:`Meet` until it has to wait.
 An action that is possible stays possible.  So the order in which ranks proceed does not change the
 outcome, and a rank that blocks with open links also blocks with closed ones.
-:mod:`commfuse_npu.proof.verify_log` makes scripts from the order logs of a run.
+:mod:`commfuse_npu.tools.order_log.verify_log` makes scripts from the order logs of a run.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from commfuse_npu.config_file import ConfigError, find_config, read_config
-from commfuse_npu.did_you_mean import did_you_mean
-from commfuse_npu.options import unknown_option, whole
+from commfuse_npu.launch.did_you_mean import did_you_mean
+from commfuse_npu.launch.options import unknown_option, whole
 from commfuse_npu.plan import block_rows
+from commfuse_npu.tools.config_file import ConfigError, find_config, read_config
 
 _MODEL_PARALLEL = ("tensor_model", "pipeline_model", "context")
 

@@ -4,13 +4,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from commfuse_npu.options import whole
+from commfuse_npu.launch.options import whole
 from commfuse_npu.plan.rules import RULES, forget_programs
 from commfuse_npu.proof.cases import CHUNKS, LANES, cases
-from commfuse_npu.proof.recorded_order import LogError
 from commfuse_npu.proof.verify import counter_examples
-from commfuse_npu.proof.verify_log import verify_logs
 from commfuse_npu.tools.option_types import Parser, refuse
+from commfuse_npu.tools.order_log.recorded_order import LogError
+from commfuse_npu.tools.order_log.verify_log import verify_logs
 from commfuse_npu.tools.terminal import tell
 
 _MOST_RANKS = 1024

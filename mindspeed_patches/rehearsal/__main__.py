@@ -29,7 +29,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from commfuse_npu.options import whole
+from commfuse_npu.launch.options import whole
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.command_line import Launch
 from commfuse_npu.tools.launch_script.launch import read_launch

@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from commfuse_npu.packages import TOGETHER
+from commfuse_npu.launch.packages import TOGETHER
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.short_run import last_lines, run_bounded, torchrun_here
 from mindspeed_patches.rehearsal.records import Record, read_records

@@ -10,8 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from commfuse_npu.options import DEFAULTS, OPTIONS, OVERLAP_OPTIONS, add_arguments, whole
-from commfuse_npu.refusals import IncompatibleOptionsError
+from commfuse_npu.launch.options import DEFAULTS, OPTIONS, OVERLAP_OPTIONS, add_arguments, whole
+from commfuse_npu.launch.refusals import IncompatibleOptionsError
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig, indivisible, problems
 from commfuse_npu.tools.option_types import Parser, positive

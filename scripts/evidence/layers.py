@@ -23,8 +23,8 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from commfuse_npu.config_file import find_config
-from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.timed import CORNERS

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from commfuse_npu.config_file import find_config
-from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.drawing import Chart, draw
+from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.simulate.lanes import layer_picture
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant

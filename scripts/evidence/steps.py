@@ -22,9 +22,9 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from commfuse_npu.config_file import find_config
-from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import Machine
+from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.hardware.description import Hardware
+from commfuse_npu.tools.hardware.machine import Machine
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.plan.launch import (
     NotSimulated,

@@ -17,9 +17,9 @@ from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import LinearOptions, all_gather_linear
 from commfuse_npu.plan.instructions import Post
 from commfuse_npu.plan.rules import Rule
-from commfuse_npu.proof.verify_log import verify_logs
 from commfuse_npu.runtime import executor
 from commfuse_npu.runtime.order_log import OrderLog
+from commfuse_npu.tools.order_log.verify_log import verify_logs
 from tests.distributed.programs import watch_calls
 from tests.limits import BRIEF, PATIENT
 from tests.random_networks.case import LANES, Case, one_layer

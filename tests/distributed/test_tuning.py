@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu import Schedule, Transport, tuning
-from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter
+from commfuse_npu import Schedule, Transport
+from commfuse_npu.ops import LinearOptions, all_gather_linear, linear_reduce_scatter, tuning
 from commfuse_npu.ops.call import AnyTransport
+from commfuse_npu.ops.tuning import Tuning, decisions
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
-from commfuse_npu.tuning import Tuning, decisions
 from tests.distributed.programs import new_link
 from tests.distributed.ranks import on_ranks
 from tests.random_networks.values import round_once

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.config_file import find_config
-from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.proof.cases import cases
+from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.hardware.description import Hardware
+from commfuse_npu.tools.hardware.machine import min_outputs_to_hide
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.timed import ratio
 from commfuse_npu.tools.simulate.training import Layout, training

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.options import OPTIONS, OVERLAP_OPTIONS, option_name
-from commfuse_npu.refusals import BESIDE, REFUSALS_OF
+from commfuse_npu.launch.options import OPTIONS, OVERLAP_OPTIONS, option_name
+from commfuse_npu.launch.refusals import BESIDE, REFUSALS_OF
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.option_types import Parser
 from scripts.cpu_pretraining.__main__ import main as pretraining

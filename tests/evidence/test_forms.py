@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.config_file import find_config
 from commfuse_npu.kernels import cpu
 from commfuse_npu.ops import all_gather_linear, linear_reduce_scatter
 from commfuse_npu.ops.call import WeightGradient
+from commfuse_npu.ops.tuning import decisions
+from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.measure.steps import Scale
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tuning import decisions
 from scripts.evidence.measured import forms
 from scripts.evidence.measured.baselines import Baseline
 from scripts.evidence.measured.sleeping import SleepingGemms, modeled_seconds

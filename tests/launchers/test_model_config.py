@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from commfuse_npu.config_file import ConfigError
+from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.model_config import ModelConfig
 from tests.launchers.launching import ROOT
 

@@ -20,8 +20,8 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from commfuse_npu.proof.verify_log import verify_logs
 from commfuse_npu.tools.launch_script import UsageError
+from commfuse_npu.tools.order_log.verify_log import verify_logs
 from scripts.cpu_pretraining import __main__ as command
 from scripts.cpu_pretraining import compare, data
 from scripts.cpu_pretraining.arguments import parse_arguments

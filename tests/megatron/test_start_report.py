@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from commfuse_npu.refusals import IncompatibleOptionsError
+from commfuse_npu.launch.refusals import IncompatibleOptionsError
 from mindspeed_patches.start_report import StartReport
 from tests.distributed.ranks import on_ranks
 from tests.megatron.models import DISTRIBUTED, EXPERTS, Case

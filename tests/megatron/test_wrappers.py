@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from commfuse_npu.refusals import UNSPLIT
+from commfuse_npu.launch.refusals import UNSPLIT
 from tests.distributed.ranks import on_ranks
 from tests.docs.test_examples import blocks
 from tests.megatron.models import Case, gpt, settings

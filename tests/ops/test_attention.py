@@ -10,9 +10,9 @@ import torch
 
 from commfuse_npu.ops import Documents, LinearOptions
 from commfuse_npu.ops.attention_runs import options_for_attention
+from commfuse_npu.ops.tuning import Tuning
 from commfuse_npu.plan import PlanError, Schedule
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tuning import Tuning
 from tests.distributed.programs import watch_calls
 from tests.distributed.ranks import on_ranks
 from tests.random_networks.case import ATTENTION, WITH_PROJECTION, one_layer

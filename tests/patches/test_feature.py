@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu.refusals import IncompatibleOptionsError
+from commfuse_npu.launch.refusals import IncompatibleOptionsError
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.training_options import register_wrappers

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from commfuse_npu import Schedule
+from commfuse_npu.launch.options import LAYERS
 from commfuse_npu.ops import LinearOptions
-from commfuse_npu.options import LAYERS
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.training_options import (
     LaunchSizes,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.options import option_name
-from commfuse_npu.refusals import REFUSALS_OF, IncompatibleOptionsError, check_compatible
+from commfuse_npu.launch.options import option_name
+from commfuse_npu.launch.refusals import REFUSALS_OF, IncompatibleOptionsError, check_compatible
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, early, real_arguments

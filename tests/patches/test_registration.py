@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core.tensor_parallel import layers
 
-from commfuse_npu.packages import Package
+from commfuse_npu.launch.packages import Package
 from mindspeed_patches import launch, registration
 
 STAND_INS = Path(__file__).parent / "stand_ins"

@@ -37,8 +37,8 @@ from commfuse_npu.plan.rules.pieces import gather_pieces, scatter_pieces
 from commfuse_npu.plan.schedule import RankSpec
 from commfuse_npu.proof.cases import CHUNKS, Case, cases
 from commfuse_npu.proof.verify import counter_examples
-from commfuse_npu.proof.verify_log import verify_logs
 from commfuse_npu.runtime.order_log import OrderLog
+from commfuse_npu.tools.order_log.verify_log import verify_logs
 from tests.proof.test_planted_faults import Code, changed, group, replaced
 
 

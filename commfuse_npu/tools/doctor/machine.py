@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from commfuse_npu.packages import Package, find_package
+from commfuse_npu.launch.packages import Package, find_package
 
 Level = Literal["ok", "note", "warning", "error"]
 

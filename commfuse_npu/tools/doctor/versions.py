@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from commfuse_npu.packages import (
+from commfuse_npu.launch.packages import (
     MEGATRON,
     NEWEST_CORE,
     NPU_TORCH,

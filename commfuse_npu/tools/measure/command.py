@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu import __version__
-from commfuse_npu.config_file import ConfigError, find_config
-from commfuse_npu.hardware.description import Hardware, described
-from commfuse_npu.options import whole, words_from
+from commfuse_npu.launch.options import whole, words_from
+from commfuse_npu.plan.machines import described
 from commfuse_npu.runtime.atomic_write import atomic_write
+from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.doctor.environment import check_variables
 from commfuse_npu.tools.doctor.machine import LocalMachine, check_devices, topology
 from commfuse_npu.tools.doctor.versions import check_cann, check_torch
+from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.measure.figures import Measured, description
 from commfuse_npu.tools.measure.folder import Folder

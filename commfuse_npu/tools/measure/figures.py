@@ -12,8 +12,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from commfuse_npu.config_file import read_config
-from commfuse_npu.hardware.description import Figure, Hardware
+from commfuse_npu.tools.config_file import read_config
+from commfuse_npu.tools.hardware.description import Figure, Hardware
 from commfuse_npu.tools.measure.steps import Times
 from commfuse_npu.tools.quartiles import Range, quartiles
 

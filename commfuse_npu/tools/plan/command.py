@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from commfuse_npu.config_file import ConfigError, find_config
-from commfuse_npu.hardware.description import Hardware, described
-from commfuse_npu.options import whole
+from commfuse_npu.launch.options import whole
 from commfuse_npu.plan import PlanError
+from commfuse_npu.plan.machines import described
 from commfuse_npu.runtime.atomic_write import write_json
+from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.doctor.machine import LocalMachine, listed_npus
+from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, refuse, write_output

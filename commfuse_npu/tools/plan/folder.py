@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from commfuse_npu.config_file import ConfigError
 from commfuse_npu.plan import PlanError
 from commfuse_npu.runtime.atomic_write import write_json
+from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.launch_script import NoTrainingError, UsageError
 from commfuse_npu.tools.option_types import write_output
 from commfuse_npu.tools.plan.launch_plan import LaunchPlan, percent

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.plan.slots import recomputes_all
+from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.plan.launch import (
     AskedLaunch,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from commfuse_npu.options import DEFAULTS, add_arguments, schedule_for, unknown_option
+from commfuse_npu.launch.options import DEFAULTS, add_arguments, schedule_for, unknown_option
 from commfuse_npu.plan import Schedule, default_chunks
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.command_line import Launch

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.plan import PlanError
+from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.launch_script.short_run import PEERS
 from commfuse_npu.tools.model_config import problems
 from commfuse_npu.tools.plan.forms import Form, forms_of, simulate_forms

@@ -2,9 +2,9 @@
 
 At its start the launch decides again, from Megatron's arguments and modules
 (``mindspeed_patches``), and at run time the wrappers of Megatron's layers do, with the same tables
-and reasons: :mod:`commfuse_npu.refusals` and :mod:`commfuse_npu.options`.  The layers of a launch
-were read in Megatron-LM core_v0.12.1, MindSpeed 26.1.0 and MindSpeed-LLM 26.1.0; any other
-``--spec`` is treated as Megatron's GPTModel.
+and reasons: :mod:`commfuse_npu.launch`.  The layers of a launch were read in Megatron-LM
+core_v0.12.1, MindSpeed 26.1.0 and MindSpeed-LLM 26.1.0; any other ``--spec`` is treated as
+Megatron's GPTModel.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from commfuse_npu.options import keeps_short_blocks, option_name
-from commfuse_npu.plan import min_rows_to_fuse
-from commfuse_npu.plan.slots import paired_microbatches, slots
-from commfuse_npu.refusals import (
+from commfuse_npu.launch.options import keeps_short_blocks, option_name
+from commfuse_npu.launch.refusals import (
     BESIDE,
     EXPERTS,
     RECOMPUTED,
@@ -25,6 +23,8 @@ from commfuse_npu.refusals import (
     layer_obstacle,
     missing,
 )
+from commfuse_npu.plan import min_rows_to_fuse
+from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import AskedLaunch, model_chunks, size_of

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from commfuse_npu.hardware.machine import ITEM_BYTES
+from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate.group import collective_seconds
 from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.rank import EVENTS, RING, Rank

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from operator import mul
 from typing import Any, NamedTuple
 
-from commfuse_npu.hardware.machine import Machine
+from commfuse_npu.tools.hardware.machine import Machine
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.engine import Simulated
 from commfuse_npu.tools.simulate.group import simulate

@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from commfuse_npu.config_file import ConfigError, find_config
-from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.options import whole
+from commfuse_npu.launch.options import whole
 from commfuse_npu.runtime.atomic_write import write_json
+from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.drawing import draw, lacking
+from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, write_output
 from commfuse_npu.tools.simulate.lanes import layer_picture

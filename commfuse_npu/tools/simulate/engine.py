@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from commfuse_npu.hardware.machine import Machine
+from commfuse_npu.tools.hardware.machine import Machine
 from commfuse_npu.tools.simulate.launches import (
     ASIDE,
     COMPUTE,

@@ -14,7 +14,7 @@ many tokens go to each rank, and the device may then wait for the next launches.
 
 from dataclasses import dataclass
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
+from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate.group import collective_seconds
 from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.rank import Rank

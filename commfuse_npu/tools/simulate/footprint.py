@@ -27,12 +27,12 @@ one holds the partial sums of its peers besides.
 
 from typing import NamedTuple
 
-from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.slots import in_flight_without, most_in_flight, slots
 from commfuse_npu.plan.turns import MOST_WEIGHT_GRADIENTS
 from commfuse_npu.runtime.hccl_options import lane_megabytes
+from commfuse_npu.tools.hardware.description import Hardware
+from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.training import Kind, Training
 from commfuse_npu.tools.simulate.variants import Variant

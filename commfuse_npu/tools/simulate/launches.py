@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from commfuse_npu.hardware.machine import Level, Machine
+from commfuse_npu.tools.hardware.machine import Level, Machine
 
 COMPUTE = "compute"
 ASIDE = "aside"

@@ -11,9 +11,9 @@ are the features of this rank's weight ``[outputs, inputs]``.
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import Schedule, split
 from commfuse_npu.plan.rules import ColumnBackward, GatherGemm, GemmScatter
+from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate import mc2
 from commfuse_npu.tools.simulate.rank import Rank, rest
 

@@ -23,7 +23,7 @@ addition of gradients to ``main_grad``): 33 forward and 33 backward, counted on 
 
 from dataclasses import dataclass
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
+from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.attention import Latent, attend
 from commfuse_npu.tools.simulate.experts import Experts

@@ -12,8 +12,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan import split
+from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 
 if TYPE_CHECKING:
     from commfuse_npu.tools.simulate.rank import Rank

@@ -24,7 +24,6 @@ result, so no step pays for it; a batch is expanded each time, which is included
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from commfuse_npu.hardware.machine import ITEM_BYTES
 from commfuse_npu.plan.instructions import (
     Add,
     AheadEnd,
@@ -41,6 +40,7 @@ from commfuse_npu.plan.instructions import (
 )
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.schedule import RankSpec, Schedule
+from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Links, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way
 

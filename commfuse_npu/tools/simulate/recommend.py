@@ -16,8 +16,8 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.runtime.atomic_write import atomic_write
+from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, Machine
+from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.chunks import KINDS, Chunks
 from commfuse_npu.tools.simulate.group import collective_seconds, simulate

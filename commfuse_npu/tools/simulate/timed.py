@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
-from commfuse_npu.hardware.description import Choice, Hardware
+from commfuse_npu.tools.hardware.description import Choice, Hardware
 from commfuse_npu.tools.simulate.footprint import USABLE, Footprint, footprint, limit
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.training import Training

@@ -22,7 +22,7 @@
                      a column-parallel layer's input starts before the weight gradient of the
                      row-parallel layer after it.  If GEMMs hide its collectives anyway, a
                      column-parallel layer's backward runs in Megatron's order
-                     (:mod:`commfuse_npu.hardware.machine`); so do layers with few rows
+                     (:mod:`commfuse_npu.tools.hardware.machine`); so do layers with few rows
 ``commfuse-tuned``   the same with the fastest chunks for each operation, as batches or as
                      collectives, or Megatron's order: what ``--commfuse-tuning on`` searches
 ``commfuse-fb``      ``--commfuse-overlap``: passes take turns at their transfers
@@ -42,8 +42,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from commfuse_npu.hardware.machine import Machine, min_outputs_to_hide
 from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_to_fuse
+from commfuse_npu.tools.hardware.machine import Machine, min_outputs_to_hide
 from commfuse_npu.tools.simulate.mc2 import RANKS
 
 if TYPE_CHECKING:

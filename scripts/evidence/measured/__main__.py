@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from itertools import product
 from statistics import median
 
-from commfuse_npu.config_file import ConfigError
-from commfuse_npu.options import whole, words, words_from
+from commfuse_npu.launch.options import whole, words, words_from
 from commfuse_npu.runtime.atomic_write import write_json
+from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.measure.steps import Times
 from commfuse_npu.tools.option_types import Parser, new_file
 from commfuse_npu.tools.ranks import Ranks, RanksError

@@ -6,7 +6,7 @@
 ``slices-K``      :class:`.Sliced`: CoC, implemented from its description
 ``megatron``      :class:`.MegatronOrder`
 ``ours-cK``       this project's ops, K chunks per block, as many lanes as peers
-``auto``          the same with the schedule, or the plain path, that :mod:`commfuse_npu.tuning`
+``auto``          the same with the schedule, or the plain path, that :mod:`commfuse_npu.ops.tuning`
                   measures as the fastest over these links
 ``fb-overlap``    a forward overlapped with the backward of the previous micro-batch, with the
                   transfers of ``megatron``
@@ -36,12 +36,12 @@ from commfuse_npu.ops import (
     linear_reduce_scatter,
 )
 from commfuse_npu.ops.attention_runs import AttentionRuns
+from commfuse_npu.ops.tuning import Tuning, decisions
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.plan import Schedule, split
 from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tools.measure.steps import Scale
 from commfuse_npu.tools.measure.worker import Worker
-from commfuse_npu.tuning import Tuning, decisions
 from scripts.cpu_pretraining.wire import pace
 from scripts.evidence.measured.baselines import (
     Baseline,

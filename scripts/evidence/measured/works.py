@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from commfuse_npu.config_file import find_config
+from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.measure.steps import Scale
 
 _BLOCK = 16

@@ -84,7 +84,7 @@ def test_the_wheel_plans_without_torch(tmp_path: Path) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(installed)!r}); sys.modules['torch'] = None\n"
         "from commfuse_npu.tools import cli\n"
-        "from commfuse_npu.config_file import find_config\n"
+        "from commfuse_npu.tools.config_file import find_config\n"
         "config = str(find_config('llama3_8b'))\n"
         "assert cli.main(['doctor']) in (0, 1)\n"
         "assert cli.main(['plan', config]) == 0\n"

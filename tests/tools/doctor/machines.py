@@ -5,7 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from commfuse_npu.packages import Package
+from commfuse_npu.launch.packages import Package
 from commfuse_npu.tools.doctor.command import diagnose
 from commfuse_npu.tools.doctor.machine import ABSENT, CommandResult, LocalMachine
 from commfuse_npu.tools.doctor.versions import TRY_TORCH_NPU

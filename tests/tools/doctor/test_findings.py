@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commfuse_npu.packages import Package, find_package
+from commfuse_npu.launch.packages import Package, find_package
 from commfuse_npu.tools import cli
 from commfuse_npu.tools.doctor.command import diagnose
 from commfuse_npu.tools.doctor.machine import ABSENT, CommandResult, LocalMachine, run_command

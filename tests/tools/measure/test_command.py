@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.config_file import find_config
-from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.tools import ranks as module
+from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.measure import command
 from commfuse_npu.tools.measure.launches import FORMS, Launches, MeasuredForm, TrainingError
 from commfuse_npu.tools.measure.steps import STEPS, Scale

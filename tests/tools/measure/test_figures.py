@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_npu.config_file import find_config
-from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.measure.figures import description, figures
 
 NPU, CPU = (

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from commfuse_npu.packages import Package
+from commfuse_npu.launch.packages import Package
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.measure import folder as module
 from commfuse_npu.tools.measure.command import npu_facts

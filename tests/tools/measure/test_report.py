@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from commfuse_npu.config_file import find_config
+from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.measure.launches import FORMS, WARM_UP, MeasuredTraining
 from commfuse_npu.tools.measure.report import launch_table, verdict
 from commfuse_npu.tools.measure.steps import Scale

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.config_file import find_config
 from commfuse_npu.tools import ranks as module
+from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.measure.steps import Scale
 from commfuse_npu.tools.measure.worker import Worker
 from commfuse_npu.tools.ranks import Ranks, RanksError

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from commfuse_npu.config_file import find_config
-from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.plan.launch import AskedLaunch, ask_about
 
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))

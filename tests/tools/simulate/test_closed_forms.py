@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine, min_outputs_to_hide
 from commfuse_npu.plan import Schedule
+from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Level, Machine, min_outputs_to_hide
 from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.group import collective_seconds, simulate
 from commfuse_npu.tools.simulate.launches import Links

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from commfuse_npu.hardware.machine import Level
 from commfuse_npu.plan.slots import paired_microbatches, slots
+from commfuse_npu.tools.hardware.machine import Level
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.engine import Simulated
 from commfuse_npu.tools.simulate.group import simulate

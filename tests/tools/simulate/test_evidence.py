@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.config_file import find_config
-from commfuse_npu.hardware.description import Hardware
+from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.hardware.description import Hardware
 from scripts.evidence import layers, steps
 from tests.tools.plan.launches import MODEL, TP
 

@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from commfuse_npu.hardware.machine import ITEM_BYTES, Level, Machine
 from commfuse_npu.plan import Schedule
+from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Level, Machine
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.attention import Latent, attend
 from commfuse_npu.tools.simulate.experts import Experts

@@ -6,11 +6,11 @@ Megatron's order is faster, or as fast.
 
 import pytest
 
-from commfuse_npu.config_file import find_config
-from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import min_outputs_to_hide
 from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_to_fuse
 from commfuse_npu.plan.defaults import POST_SECONDS
+from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.hardware.description import Hardware
+from commfuse_npu.tools.hardware.machine import min_outputs_to_hide
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.training import Layout, training

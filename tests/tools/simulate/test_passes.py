@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_npu.config_file import find_config
-from commfuse_npu.hardware.description import Hardware
-from commfuse_npu.hardware.machine import ITEM_BYTES
+from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.hardware.description import Hardware
+from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.group import collective_seconds, simulate
 from commfuse_npu.tools.simulate.launches import Links

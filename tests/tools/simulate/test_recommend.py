@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.config_file import find_config
-from commfuse_npu.hardware.description import Figure, Hardware
 from commfuse_npu.tools import cli
+from commfuse_npu.tools.config_file import find_config
+from commfuse_npu.tools.hardware.description import Figure, Hardware
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.plan.launch import ask_about
 from commfuse_npu.tools.plan.obstacles import obstacles

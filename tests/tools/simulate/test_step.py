@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_npu.config_file import ConfigError
-from commfuse_npu.hardware.description import Hardware
 from commfuse_npu.plan import Schedule
+from commfuse_npu.tools.config_file import ConfigError
+from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import step as step_module
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from commfuse_npu.config_file import ConfigError, find_config
-from commfuse_npu.hardware.description import Hardware, described
+from commfuse_npu.plan.machines import described, outputs_to_hide
+from commfuse_npu.tools.config_file import ConfigError, find_config
+from commfuse_npu.tools.hardware.description import Hardware
+from commfuse_npu.tools.hardware.machine import min_outputs_to_hide
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "hardware"
+CONFIGS = Path(__file__).parents[3] / "configs" / "hardware"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 
 
@@ -89,3 +91,10 @@ def test_names_of_npus_as_npu_smi_and_as_torch_npu_have_them() -> None:
     ):
         assert {described(name) for name in names.split()} == {expected}
         assert expected is None or find_config(expected, "hardware") in SHIPPED
+
+
+def test_what_a_launch_takes_from_a_machine_is_what_its_description_gives() -> None:
+    for name in ("ascend_910b_server", "ascend_910c_supernode"):
+        machine = Hardware.load(find_config(name, "hardware")).machine()
+        for size in (1, 2, 4, 8, 16):
+            assert outputs_to_hide(name, size) == min_outputs_to_hide(machine, size)

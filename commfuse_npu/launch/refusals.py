@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from commfuse_npu.options import LAYERS, option_name
+from commfuse_npu.launch.options import LAYERS, option_name
 
 __all__ = [
     "BESIDE",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.config_file import ConfigError, read_config
+from commfuse_npu.tools.config_file import ConfigError, read_config
 
 BROKEN = {
     "object": ("x: !!python/object/apply:os.system [exit]", "could not determine a constructor"),

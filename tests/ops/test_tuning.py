@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_npu import tuning
+from commfuse_npu.ops import tuning
+from commfuse_npu.ops.tuning import candidates, fastest
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.rules import GatherGemm, GemmScatter
 from commfuse_npu.proof.cases import Case
 from commfuse_npu.proof.verify import counter_examples
-from commfuse_npu.tuning import candidates, fastest
 
 QUESTION: dict[str, Any] = {"machine": ["here"], "group": [0, 1], "npu": None}
 ENTRY = {"question": QUESTION, "answer": "plain"}

@@ -9,7 +9,7 @@ It checks the files that :mod:`commfuse_npu.runtime.order_log` wrote:
 3. *pairing*: on each lane, between each two ranks, sends and receives match in order and rows;
 4. *no deadlock*: with the programs and collectives that were in flight, every rank finishes.
 
-1 is checked line by line (:mod:`commfuse_npu.proof.recorded_order`).  3 and 4 follow HCCL's rules
+1 is checked line by line (:mod:`.recorded_order`).  3 and 4 follow HCCL's rules
 (:mod:`commfuse_npu.proof.rendezvous`), with communicators created at first use; a run on gloo is
 also simulated by gloo's rules.
 
@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
-from commfuse_npu.proof.recorded_order import LogError, RankLog, Rules
 from commfuse_npu.proof.rendezvous import Group, Rendezvous, Script, Stuck
+from commfuse_npu.tools.order_log.recorded_order import LogError, RankLog, Rules
 
 __all__ = ["Verdict", "verify_logs"]
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from commfuse_npu.config_file import ConfigError, read_config
-from commfuse_npu.did_you_mean import did_you_mean
-from commfuse_npu.hardware.machine import Level, LinkTopology, Machine
+from commfuse_npu.launch.did_you_mean import did_you_mean
+from commfuse_npu.tools.config_file import ConfigError, read_config
+from commfuse_npu.tools.hardware.machine import Level, LinkTopology, Machine
 
-__all__ = ["Choice", "Figure", "Hardware", "described"]
+__all__ = ["Choice", "Figure", "Hardware"]
 
 Choice = Literal["favorable", "typical", "unfavorable"]
 
@@ -306,17 +306,3 @@ def _unknown(content: Mapping[str, Any], known: tuple[str, ...], where: str) -> 
 
 
 assert set(get_args(LinkTopology)) == {name for names in _TOPOLOGIES.values() for name in names}
-
-
-def described(name: str) -> str | None:
-    """The description in ``configs/hardware`` for the name of an NPU; ``None`` if there is none.
-
-    ``910B2`` (npu-smi) or ``Ascend910B2`` (torch_npu) is that of a server.  A chip of an A3 is
-    ``Ascend910`` in npu-smi, and ``Ascend910_9391`` and the like in torch_npu [read].
-    """
-    kind = name.removeprefix("Ascend")
-    if kind.startswith("910B"):
-        return "ascend_910b_server"
-    if name == "Ascend910" or kind.startswith("910_93"):
-        return "ascend_910c_supernode"
-    return None

@@ -12,9 +12,9 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Post, Wait
 from commfuse_npu.plan.rules import BucketGather, BucketScatter, ColumnBackward, GatherUse, Rule
 from commfuse_npu.plan.schedule import RankSpec
-from commfuse_npu.proof import verify_log
 from commfuse_npu.runtime.order_log import VERSION
 from commfuse_npu.tools import cli
+from commfuse_npu.tools.order_log import verify_log
 
 Events = list[Any]
 

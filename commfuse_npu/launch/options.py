@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from commfuse_npu.did_you_mean import did_you_mean
+from commfuse_npu.launch.did_you_mean import did_you_mean
 from commfuse_npu.plan import Schedule, default_shape
 from commfuse_npu.plan.schedule import Shape
 from commfuse_npu.removed import REMOVED, RENAMED, removed

@@ -1,0 +1,1 @@
+"""Order logs of a run: what each rank posted and waited for, read and verified."""
