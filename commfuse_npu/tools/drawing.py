@@ -22,6 +22,9 @@ _CONFIG = {
 _COLORS = {"work": "#0b62c4", "transfer": "#0a7a83", "waiting": "#cf222e"}
 """Colors of bits by their kind."""
 
+_LIGHT = "#e6edf3"
+_DARK = "#0d1117"
+
 Chart = dict[str, Any]
 """A Vega-Lite specification: one view, with a ``title`` and a ``height``."""
 
@@ -90,8 +93,11 @@ def lacking() -> str | None:
     return "needs vl-convert-python; pip install 'vl-convert-python>=1.9'"
 
 
-def draw(chart: Chart, title: str, path: Path) -> None:
+def draw(chart: Chart, title: str, path: Path, *, dark: bool = False) -> None:
     """Write a chart under another title as PNG or SVG, by the file's suffix.
+
+    Args:
+        dark: for pages with light text on a dark background.
 
     Raises:
         OSError: the file cannot be written.
@@ -101,11 +107,29 @@ def draw(chart: Chart, title: str, path: Path) -> None:
         raise ValueError(f"a picture {why}")
     library = import_module("vl_convert")
     # The empty subtitle keeps the chart's own title off its axes.
-    view = chart | {"title": {"text": chart["title"], "subtitle": []}, "width": 760}
-    whole = {"title": {"text": title, "fontSize": 16, "offset": 14}, "config": _CONFIG,
+    size = {} if "spec" in chart else {"width": 760}
+    view = chart | {"title": {"text": chart["title"], "subtitle": []}} | size
+    whole = {"title": {"text": title, "fontSize": 16, "offset": 14}, "config": _themed(dark),
              "vconcat": [view], "resolve": {"scale": {"color": "independent"}}}  # fmt: skip
     with atomic_write(path) as part:
         if path.suffix.lower() == ".svg":
             part.write_text(library.vegalite_to_svg(whole, vl_version=_VERSION), encoding="utf-8")
         else:
             part.write_bytes(library.vegalite_to_png(whole, vl_version=_VERSION, scale=1.5))
+
+
+def _themed(dark: bool) -> Chart:
+    """The configuration with the colors of texts, axes and background."""
+    if not dark:
+        return _CONFIG
+    words = dict.fromkeys(("labelColor", "titleColor", "domainColor", "tickColor"), _LIGHT)
+    return {
+        **_CONFIG,
+        "background": _DARK,
+        "title": _CONFIG["title"] | {"color": _LIGHT},
+        "legend": _CONFIG["legend"] | words,
+        "axis": words,
+        "header": {"labelColor": _LIGHT},
+        "text": {"color": _LIGHT},
+        "rule": {"color": _LIGHT},
+    }

@@ -17,7 +17,7 @@ from commfuse_npu.tools.drawing import Chart, draw
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.simulate.lanes import layer_picture
 from commfuse_npu.tools.simulate.step import TrainingStep
-from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
+from commfuse_npu.tools.simulate.variants import FUSED, MEGATRON, OVERLAP, Variant
 from commfuse_npu.tools.simulate.variants import forms as simulated
 from scripts.evidence import layers
 
@@ -25,20 +25,11 @@ _HARDWARE = "ascend_910b_server"
 _MODEL = "llama3_8b"
 _TP = 8
 _TOKENS = 32768
-_MACHINES = {"ascend_910b_server": "A2 server", "ascend_910c_supernode": "A3 supernode"}
-_MODELS = {"llama2_7b": "Llama 2 7B", "llama3_8b": "Llama 3 8B"}
-_LAYOUTS = (
-    ("ascend_910b_server", "llama2_7b", 2),
-    *(("ascend_910b_server", "llama3_8b", tp) for tp in (2, 4, 8)),
-    *(("ascend_910c_supernode", "llama3_8b", tp) for tp in (4, 8)),
-)
-_FORMS = {
-    "commfuse-fb": "--commfuse-overlap",
-    "commfuse": "--use-commfuse",
-    "coc": "CoC, slices",
-    "coc-fused": "CoC, kernel",
-    "mc2": "MC2",
-}
+_SHOWN_OF_RESULTS = 0, 1, 2, 4
+"""Rows of :data:`layers.RESULTS`; all would be a long picture."""
+_AXIS = [-10, 30]
+"""Per cent; whiskers end there."""
+_PLAIN = {"ticks": False, "domain": False, "labelLimit": 0}
 _COLORS = ("#c0392b", "#e59866", "#7fb3d5", "#2e86c1", "#a6acaf")
 
 
@@ -52,45 +43,61 @@ def forms() -> dict[str, Variant]:
     """The variants of the picture ``forms``, by title."""
     example = step()
     variants = {form.name: form for form in simulated(example.machine, example.training)}
-    return {
-        "plain collectives": REFERENCE,
-        "Megatron's order": variants["megatron"],
-        "fused layers (tuned)": variants["commfuse-tuned"],
-        "forward-backward overlap, side by side": variants["commfuse-fb"],
-    }
+    return {name: variants[name] for name in (MEGATRON.name, f"{FUSED}, tuned", OVERLAP.name)}
 
 
 def _results() -> Chart:
     rows = []
-    for machine, model, tp in _LAYOUTS:
-        layout = f"{_MODELS[model]}, TP {tp}, {_MACHINES[machine]}"
-        hardware = Hardware.load(find_config(machine, "hardware"))
-        corners = layers.shares(hardware, layers.layer(model, tp, 8192), tuned=False)
-        for form, title in _FORMS.items():
-            saved = [100 * (1 - shares[form]) for shares in corners if form in shares]
-            if saved:
-                low = min(saved)
-                high = max(saved)
-                row = {"layout": layout, "form": title, "saved": saved[0], "low": low, "high": high}
-                rows.append(row)
-    forms = list(_FORMS.values())
-    across = {"type": "quantitative", "title": "%"}
-    color = {"field": "form", "sort": forms, "scale": {"domain": forms, "range": _COLORS}}
-    return {
-        "title": "% less time per layer than with blocking collectives",
-        "data": {"values": rows},
-        "height": {"step": 12},
-        "encoding": {
-            "y": {"field": "layout", "sort": None, "title": None, "axis": {"labelLimit": 0}},
-            "yOffset": {"field": "form", "sort": forms},
-        },
+    for at in _SHOWN_OF_RESULTS:
+        layout = layers.RESULTS[at]
+        for form, saved in layers.saved(layout).items():
+            low, typical, high = (100 * part for part in saved)
+            rows.append({"layout": ", ".join(layout), "form": form, "saved": typical, "low": low,
+                         "high": high, "end": max(high, 0.0)})  # fmt: skip
+    across = {
+        "type": "quantitative",
+        "title": None,
+        "axis": None,
+        "scale": {"domain": _AXIS, "nice": False},
+    }
+    forms = {"field": "form", "sort": list(layers.RESULT_FORMS), "title": None}
+    colors = {"domain": list(layers.RESULT_FORMS), "range": _COLORS}
+    spec = {
+        "width": 260,
+        "height": {"step": 15},
+        "encoding": {"y": forms | {"type": "nominal", "axis": _PLAIN}},
         "layer": [
-            {"mark": "bar", "encoding": {"x": {"field": "saved", **across}, "color": color}},
             {
-                "mark": {"type": "rule", "opacity": 0.6},
+                "mark": {"type": "bar", "height": 11},
+                "encoding": {
+                    "x": {"field": "saved", **across},
+                    "color": {"field": "form", "scale": colors, "legend": None},
+                },
+            },
+            {
+                "mark": {"type": "rule", "opacity": 0.6, "clip": True},
                 "encoding": {"x": {"field": "low", **across}, "x2": {"field": "high"}},
             },
+            {
+                "mark": {"type": "text", "align": "left", "dx": 5, "fontSize": 12},
+                "encoding": {
+                    "x": {"field": "end", **across},
+                    "text": {"field": "saved", "format": ".1f"},
+                },
+            },
         ],
+    }
+    header = {
+        "title": None,
+        "labelOrient": "top",
+        "labelAnchor": "start",
+        "labelFontWeight": "bold",
+    }
+    return {
+        "title": "% less time per layer than in Megatron's order",
+        "data": {"values": rows},
+        "facet": {"row": {"field": "layout", "sort": None, "header": header}},
+        "spec": spec,
     }
 
 
@@ -111,7 +118,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     for name in options.names or _TITLES:
         picture = layer_picture(step(), forms()) if name == "forms" else _results()
-        draw(picture, _TITLES[name], options.folder / f"{name}.svg")
+        for dark, ending in ((False, ""), (True, "-dark")):
+            draw(picture, _TITLES[name], options.folder / f"{name}{ending}.svg", dark=dark)
     return 0
 
 

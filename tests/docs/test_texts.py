@@ -62,7 +62,7 @@ def test_links_lead_somewhere(file: Path) -> None:
         name, _, anchor = link.partition("#")
         target = file.parent / name if name else file
         assert target.exists(), link
-        if anchor and target.parent.name != "api":
+        if anchor and target.suffix == ".md" and target.parent.name != "api":
             assert anchor in anchors(target.read_text("utf-8")), link
 
 
@@ -124,8 +124,7 @@ def test_the_first_page_says_the_same_in_chinese() -> None:
     headings = [re.findall(r"^#+ ", _CODE.sub("", text), re.M) for text in (english, chinese)]
     assert headings[0] == headings[1]
     assert _code(english) == _code(chinese)
-    for figure, least in ((r"[\d.]+ %", 2), (r"\d+\.\d\d\b", 10)):
-        values = re.findall(figure, english)
-        assert values == re.findall(figure, chinese)
-        assert len(values) >= least
+    values = re.findall(r"[\d.]+ %", english)
+    assert len(values) >= 2
+    assert values == re.findall(r"[\d.]+ %", chinese)
     assert english.splitlines()[0] == "English | [中文](docs/readme_zh.md)"

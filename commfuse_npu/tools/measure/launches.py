@@ -5,6 +5,8 @@ For MindSpeed-LLM, options are read from what its script would start
 command with its own flags.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import shlex
@@ -26,8 +28,16 @@ from commfuse_npu.tools.launch_script.short_run import (
     torchrun_here,
 )
 from commfuse_npu.tools.quartiles import Range, quartiles
-from commfuse_npu.tools.simulate.variants import COC, COC_FUSED, MC2, MEGATRON, OVERLAP
-from commfuse_npu.tools.simulate.variants import FORMS as LAUNCHED
+from commfuse_npu.tools.simulate.variants import (
+    COC,
+    COC_FUSED,
+    FUSED,
+    MC2,
+    MEGATRON,
+    OVERLAP,
+    REFERENCE,
+    Variant,
+)
 
 ITERATIONS = 10
 """Iterations of each form."""
@@ -45,6 +55,11 @@ class MeasuredForm(NamedTuple):
     flags: str
     ours: bool = False
 
+    @classmethod
+    def of(cls, name: str, form: Variant) -> MeasuredForm:
+        """A form that is simulated, too."""
+        return cls(name, form.name, form.flags or "", form.ours)
+
     @property
     def step(self) -> str:
         """Its name among the results of a measurement, and that of its log."""
@@ -52,13 +67,13 @@ class MeasuredForm(NamedTuple):
 
 
 FORMS = (
-    MeasuredForm("megatron", *LAUNCHED[MEGATRON]),
-    MeasuredForm("fb_overlap", *LAUNCHED[OVERLAP], ours=True),
-    MeasuredForm("commfuse", "CommFuse's fused layers", "--use-commfuse", ours=True),
-    MeasuredForm("mc2", *LAUNCHED[MC2]),
-    MeasuredForm("coc_kernel", *LAUNCHED[COC_FUSED]),
-    MeasuredForm("plain", "plain collectives", ""),
-    MeasuredForm("coc", *LAUNCHED[COC[1]]),
+    MeasuredForm.of("megatron", MEGATRON),
+    MeasuredForm.of("fb_overlap", OVERLAP),
+    MeasuredForm("commfuse", FUSED, "--use-commfuse", ours=True),
+    MeasuredForm.of("mc2", MC2),
+    MeasuredForm.of("coc_kernel", COC_FUSED),
+    MeasuredForm.of("plain", REFERENCE),
+    MeasuredForm.of("coc", COC[1]),
 )
 """The most useful forms first."""
 

@@ -36,7 +36,7 @@ def verdict(trainings: Sequence[MeasuredTraining]) -> Iterator[str]:
     alike = {training.weights for training in ran if training.form.name in ("plain", "megatron")}
     if len(alike - {None}) > 1:
         yield (
-            "Plain collectives and Megatron's order are the same arithmetic, and their bits "
+            "Blocking collectives and Megatron's order are the same arithmetic, and their bits "
             "differ: sums of this launch change from run to run. With HCCL_DETERMINISTIC=true "
             "(MindSpeed's `--npu-deterministic`) bits can be compared."
         )
@@ -48,7 +48,7 @@ def verdict(trainings: Sequence[MeasuredTraining]) -> Iterator[str]:
 
 
 def _fastest(sound: Sequence[MeasuredTraining]) -> Iterator[str]:
-    # Plain collectives are only a baseline: nobody launches them.
+    # Blocking collectives are only a baseline: nobody launches them.
     candidates = [training for training in sound if training.form.name != "plain"] or list(sound)
     if not candidates:
         return
@@ -61,9 +61,8 @@ def _fastest(sound: Sequence[MeasuredTraining]) -> Iterator[str]:
     for training in sound:
         usual = training.form.name in ("plain", "megatron")
         if training is not best and (usual or training is rival):
-            share = best.steady[1] / training.steady[1] - 1
-            word = "shorter" if share < 0 else "longer"
-            against.append(f"{100 * abs(share):.1f} % {word} than {training.form.title}")
+            less = 1 - best.steady[1] / training.steady[1]
+            against.append(f"{100 * less:.1f} % less time than {training.form.title}")
     yield f"{lead}: {', '.join(against)}."
     if close:
         yield f"Quartiles overlap with those of: {_titles(close)}."
@@ -76,7 +75,7 @@ def launch_table(trainings: Sequence[MeasuredTraining]) -> Iterator[str]:
         return
     today = _today(ran)
     yield f"Medians and quartiles of the iterations after {WARM_UP}.\n"
-    head = ["form", "flags", "ms", "quartiles", f"against {today.form.title}", "losses off"]
+    head = ["form", "flags", "ms", "quartiles", f"less time than {today.form.title}", "losses off"]
     yield table_head([*head, "most memory", "weights"], numbers=False)
     for training in ran:
         low, middle, high = training.steady
@@ -86,7 +85,7 @@ def launch_table(trainings: Sequence[MeasuredTraining]) -> Iterator[str]:
             f"`{flags}`" if flags else "",
             f"{middle:,.1f}",
             f"{low:,.1f} .. {high:,.1f}",
-            f"{100 * (middle / today.steady[1] - 1):+.1f} %",
+            "reference" if training is today else f"{100 * (1 - middle / today.steady[1]):.1f} %",
             f"{_loss_off(today, training):.1e}",
             f"{training.peak / 1024:.2f} GiB" if training.peak else "",
             f"`{training.weights[:8]}`" if training.weights else "",

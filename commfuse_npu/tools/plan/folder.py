@@ -11,7 +11,7 @@ from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.launch_script import NoTrainingError, UsageError
 from commfuse_npu.tools.option_types import write_output
-from commfuse_npu.tools.plan.launch_plan import LaunchPlan, percent
+from commfuse_npu.tools.plan.launch_plan import LaunchPlan
 from commfuse_npu.tools.simulate.footprint import limit
 from commfuse_npu.tools.terminal import table_head, table_row, tell
 
@@ -90,7 +90,7 @@ def _rows(plans: dict[str, LaunchPlan | str]) -> Iterator[str]:
             name,
             "-" if now is None else f"{1e3 * now:,.0f}",
             best.name,
-            "-" if found.saved is None or not changes else percent(found.saved),
+            "-" if found.saved is None or not changes else found.saved.percent,
             "-" if best.timed is None else f"{best.gibibytes:.1f} of {usable:.1f}",
             "A3" if "A3" in found.hardware.name else "A2",
             what,

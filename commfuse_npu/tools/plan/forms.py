@@ -20,11 +20,17 @@ from commfuse_npu.tools.plan.obstacles import Obstacles
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.timed import Range, Timed, timed
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import COC, FORMS, MEGATRON, OVERLAP, OVERLAP_MEMORY
+from commfuse_npu.tools.simulate.variants import (
+    BOTH,
+    COC,
+    FORMS,
+    FUSED,
+    MEGATRON,
+    OVERLAP,
+    OVERLAP_MEMORY,
+)
 from commfuse_npu.tools.simulate.variants import forms as simulated_forms
 
-_FUSED = "fused layers"
-_BOTH = "overlap and fused layers"
 _EXCLUSIVE = {
     *("--use-ascend-coc", "--coc-fused-kernel", "--use-ascend-mc2"),
     *("--use-commfuse", "--commfuse-overlap", "--commfuse-overlap-memory"),
@@ -83,8 +89,7 @@ class Form:
         """Share of a step of another form that this one saves; ``None`` if not simulated."""
         if self.timed is None or than.timed is None:
             return None
-        pairs = zip(self.timed.seconds, than.timed.seconds, strict=True)
-        return Range.of([1 - mine / other for mine, other in pairs])
+        return self.timed.less_time(than.timed)
 
     def as_json(self, now: Form) -> dict[str, Any]:
         less = self.less_time(now)
@@ -119,16 +124,15 @@ def simulate_forms(
     node = min(hardware.npus_per_node, launch.config.npus_per_node)
     if node < tp:
         raise NotSimulated(f"a group of {tp} spans nodes of {node} NPUs")
-    titles = {form.name: title for form, (title, _) in FORMS.items()}
-    titles |= {"commfuse": _FUSED, "commfuse-both": _BOTH}
+    names = {FUSED, BOTH, *(form.name for form in FORMS)}
     forms = simulated_forms(figures, training, launch.schedule, against.least)
     if against.own_schedule:
         forms = tuple(replace(form, beside="nowhere") if form.alone else form for form in forms)
-    rows = [timed(training, form, hardware) for form in forms if form.name in titles]
+    rows = [timed(training, form, hardware) for form in forms if form.name in names]
     in_slices = [row for row in rows if row.form in COC]
     slower = sorted(in_slices, key=lambda row: row.typical)[1:]
     return {
-        titles[row.form.name]: row
+        row.form.name: row
         for row in rows
         if row not in slower or row.form == form_of(launch.options)
     }
@@ -161,37 +165,33 @@ def _forms(
 ) -> Iterator[Form]:
     options = launch.options
     plain = needs_memory(launch)
-    overlap, flags = FORMS[OVERLAP]
-    more, more_flags = FORMS[OVERLAP_MEMORY]
-    megatron, _ = FORMS[MEGATRON]
-    known = {megatron: ("", ""), overlap: (flags, against.overlap)}
+    overlap = OVERLAP.name
+    more = OVERLAP_MEMORY.name
+    known = {MEGATRON.name: ("", ""), overlap: (str(OVERLAP.flags), against.overlap)}
     if plain:
-        known[more] = (more_flags, against.overlap or against.own_schedule)
-    known[_FUSED] = ("--use-commfuse", against.fused)
-    if _BOTH in rows and not (against.fused or against.overlap):
-        known[_BOTH] = (f"--use-commfuse {flags}", "")
-    running, running_flags = FORMS[MEGATRON]
-    for title, title_flags in FORMS.values():
-        if title in {*rows} - {more}:
-            known.setdefault(title, (title_flags, ""))
-        if in_use(options, title_flags):
-            running, running_flags = title, title_flags
-    if running == more and not plain:
-        running = overlap
+        known[more] = (str(OVERLAP_MEMORY.flags), against.overlap or against.own_schedule)
+    known[FUSED] = ("--use-commfuse", against.fused)
+    if BOTH in rows and not (against.fused or against.overlap):
+        known[BOTH] = (f"--use-commfuse {OVERLAP.flags}", "")
+    for form in FORMS:
+        if form.name in {*rows} - {more}:
+            known.setdefault(form.name, (str(form.flags), ""))
+    present = form_of(options)
+    running = overlap if present is OVERLAP_MEMORY and not plain else present.name
     if "--use-commfuse" in options:
-        fused = {megatron: _FUSED, overlap: _BOTH}.get(running, running)
+        fused = {MEGATRON.name: FUSED, overlap: BOTH}.get(running, running)
         running = fused if fused in known else running
     if launch.config.tensor_model_parallel_size > 1:
-        known.setdefault(running, (running_flags, ""))
+        known.setdefault(running, (str(present.flags), ""))
     elif running not in known:
-        running = megatron  # CoC and MC2 change nothing in a group of one
+        running = MEGATRON.name  # CoC and MC2 change nothing in a group of one
     for title, (flags, obstacle) in known.items():
         row = rows.get(title)
         used = title == running
         # Passes with a partner have Megatron's layers, and the others may have fused ones.
         kept = {*flags.split(), *(["--use-commfuse"] if title in (overlap, more) else [])}
         without = " ".join(sorted(_EXCLUSIVE.intersection(options.names) - kept))
-        why = _no_gain(launch, row, rows.get(megatron), against, hardware)
+        why = _no_gain(launch, row, rows.get(MEGATRON.name), against, hardware)
         remark = why or _goes_with(flags, launch, against)
         adds = _lacking(options, flags)
         yield Form(title, flags, adds, "" if used else without, row, obstacle, remark, used)

@@ -232,7 +232,7 @@ def training_of(launch: AskedLaunch) -> Training:
 
 def form_of(options: Options) -> Variant:
     """The form in which a launch runs with its present options."""
-    return next(form for form, (_, flags) in reversed(FORMS.items()) if in_use(options, flags))
+    return next(form for form in reversed(FORMS) if in_use(options, form.flags or ""))
 
 
 def in_use(options: Options, flags: str) -> bool:

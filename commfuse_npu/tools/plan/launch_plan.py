@@ -19,11 +19,9 @@ from commfuse_npu.tools.plan.launch import (
 )
 from commfuse_npu.tools.plan.obstacles import Judged, obstacles
 from commfuse_npu.tools.simulate.footprint import limit
-from commfuse_npu.tools.simulate.timed import Range
+from commfuse_npu.tools.simulate.timed import LITTLE, Range, has_more
 from commfuse_npu.tools.terminal import table_row
 
-_LITTLE = 0.01
-"""Share of a step that a change of options has to save."""
 _LEGEND = (
     "Simulated, not measured: a step at typical figures of the machine, with the range over its "
     "uncertain figures; memory of the fullest rank, with communicators. Whether CoC and MC2 "
@@ -76,7 +74,7 @@ class LaunchPlan:
         timed = [form for form in possible if form.timed]
         timed = [form for form in timed if form.fits] or timed
         for form in timed:
-            others = [o for o in timed if {*o.flags.split()} < {*form.flags.split()} and o.flags]
+            others = [o for o in timed if o.flags and has_more(form.flags, o.flags)]
             others += [self.reference] if self.reference in timed else []
             if form is self.now or all(_saves(form, other) for other in others):
                 return form
@@ -106,7 +104,7 @@ class LaunchPlan:
         now = self.reference
         than = "now" if now.used else f"in {now.name} ({self.now.name}, as now, is not simulated)"
         more = (best.gibibytes or 0.0) - (now.gibibytes or 0.0)
-        gain = f"{change}: a step takes {percent(saved)} less time than {than}, {more:+.1f} GiB."
+        gain = f"{change}: a step takes {saved.percent} less time than {than}, {more:+.1f} GiB."
         return " ".join([gain, *self._memory()])
 
     def _why_nothing(self) -> Iterator[str]:
@@ -122,7 +120,7 @@ class LaunchPlan:
             elif less is not None and (ours or less.typical > 0):
                 few = ", too little for a change" * (less.typical > 0)
                 few = few if form.fits else ", but it does not fit"
-                yield f"{title}: {percent(less)} less time{few}."
+                yield f"{title}: {less.percent} less time{few}."
 
     def _memory(self) -> Iterator[str]:
         """A sentence if the best form does not fit, so that no form does."""
@@ -160,7 +158,7 @@ class LaunchPlan:
             memory = f"{form.gibibytes:.1f}{'' if form.fits else ', too much'}"
             saved = form.less_time(self.reference)
             if saved is not None:
-                less = "now" if form.used else percent(saved)
+                less = "now" if form.used else saved.percent
         name = f"{form.name} (now)" if form.used else form.name
         remarks = "; ".join(filter(None, [form.change, form.obstacle or form.remark]))
         return [name, time, less, memory, remarks]
@@ -183,17 +181,10 @@ class LaunchPlan:
         }
 
 
-def percent(share: Range) -> str:
-    """``21.6 % (15.0 to 25.1)``."""
-    # Zero has no sign.
-    low, typical, high = (f"{round(100 * part, 1) + 0.0:.1f}" for part in share)
-    return f"{typical} %" if low == high else f"{typical} % ({low} to {high})"
-
-
 def _saves(form: Form, other: Form) -> bool:
     """Whether a form saves enough beside another one."""
     less = form.less_time(other)
-    return less is not None and less.typical >= _LITTLE
+    return less is not None and less.typical >= LITTLE
 
 
 def _layout(launch: AskedLaunch) -> str:

@@ -11,7 +11,7 @@ from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.variants import Variant
 
-_LANES = {COMPUTE: "compute", ASIDE: "2nd stream"}
+_LANES = {COMPUTE: "compute", ASIDE: "side stream"}
 _LINKS = "links"
 _INSTANT = 1e-9
 

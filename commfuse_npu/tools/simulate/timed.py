@@ -16,10 +16,14 @@ from commfuse_npu.tools.hardware.description import Choice, Hardware
 from commfuse_npu.tools.simulate.footprint import USABLE, Footprint, footprint, limit
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, REFERENCE, Variant
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, REFERENCE, Variant
 from commfuse_npu.tools.terminal import table_row
 
 _ENDS: tuple[Choice, Choice] = "favorable", "unfavorable"
+LITTLE = 0.01
+"""Share of a step that a further option has to save."""
+_SIZES = ("TP", "CP", "PP", "DP", "recompute")
+"""Columns that are left out where all rows have the same."""
 CORNERS: tuple[tuple[Choice, Choice], ...] = ("typical", "typical"), *product(_ENDS, _ENDS)
 """The choice of figures of each machine: for computation, and for links."""
 
@@ -37,10 +41,16 @@ class Range(NamedTuple):
         return cls(min(values), values[0], max(values))
 
     def text(self, show: Callable[[float], str]) -> str:
-        """``typical (low .. high)``."""
-        if self.low == self.high:
-            return show(self.typical)
-        return f"{show(self.typical)} ({show(self.low)} .. {show(self.high)})"
+        """``typical (low to high)``."""
+        typical, low, high = map(show, (self.typical, self.low, self.high))
+        return typical if low == high else f"{typical} ({low} to {high})"
+
+    @property
+    def percent(self) -> str:
+        """``21.6 % (15.0 to 25.1)``."""
+        # Zero has no sign.
+        low, typical, high = (f"{round(100 * part, 1) + 0.0:.1f}" for part in self)
+        return f"{typical} %" if low == high else f"{typical} % ({low} to {high})"
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ class Timed:
 
     @property
     def step(self) -> str:
-        """``22.13 s (15.34 s .. 36.17 s)``."""
+        """``22.13 s (15.34 s to 36.17 s)``."""
         return Range.of(self.seconds).text(_show)
 
     @property
@@ -82,15 +92,15 @@ class Timed:
         recomputed = ["full recomputation"] * self.training.recomputes
         return ", ".join([*layout, *recomputed, self.form.name])
 
-    def row(self, first: Timed) -> dict[str, str]:
-        """The cells of a table by column, beside those of the ``first``, which is bold."""
-        mark = "**"
-        longer = "-"
-        if self is not first:
-            pairs = list(zip(self.seconds, first.seconds, strict=True))
-            slower = f"{sum(ours > theirs for ours, theirs in pairs)} of {len(pairs)}"
-            mark = ""
-            longer = f"{self.typical / first.typical - 1:+.1%} ({slower})"
+    def less_time(self, than: Timed) -> Range:
+        """Share of another step that this one saves."""
+        pairs = zip(self.seconds, than.seconds, strict=True)
+        return Range.of([1 - mine / other for mine, other in pairs])
+
+    def row(self, first: Timed, reference: Timed) -> dict[str, str]:
+        """The cells of a table by column: the ``first`` is bold, the ``reference`` the one that
+        others save time against."""
+        mark = "**" if self is first else ""
         model = self.training.model
         tokens = model.seq_length * model.global_batch_size / self.training.layout.npus
         return {
@@ -98,10 +108,11 @@ class Timed:
             "recompute": "full" if self.training.recomputes else "none",
             "form": f"{mark}{self.form.name}{mark}",
             "step": self.step,
-            "longer (machines)": longer,
-            "tokens/s/NPU": Range.of([tokens / s for s in self.seconds]).text("{:.0f}".format),
-            "memory of an NPU": f"{self.memory.total / 2**30:.1f} GiB"
-            + ("" if self.fits else ", too much"),
+            f"less time than {reference.form.name}": (
+                "reference" if self is reference else self.less_time(reference).percent
+            ),
+            "tokens/s per NPU": Range.of([tokens / s for s in self.seconds]).text("{:.0f}".format),
+            "GiB": f"{self.memory.total / 2**30:.1f}" + ("" if self.fits else ", too much"),
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -131,16 +142,46 @@ def timed(training: Training, form: Variant, hardware: Hardware, corners: int = 
 
 
 def best(rows: Sequence[Timed]) -> Timed:
-    """The shortest step that a launch can have; first of what fits."""
-    launched = (row for row in rows if row.form.flags is not None)
-    return min(launched, key=lambda row: (not row.fits, row.typical))
+    """The shortest step that a launch can have; first of what fits.
+
+    It has to save a hundredth beside each with a part of its flags in the same layout.
+    """
+    launched = sorted(
+        (row for row in rows if row.form.flags is not None),
+        key=lambda row: (not row.fits, row.typical),
+    )
+
+    def worth(row: Timed) -> bool:
+        fewer = (
+            other
+            for other in launched
+            if other.fits == row.fits and other.training.layout == row.training.layout
+            if other.form.flags and has_more(str(row.form.flags), other.form.flags)
+        )
+        return all(row.typical <= (1 - LITTLE) * other.typical for other in fewer)
+
+    return next(filter(worth, launched))
+
+
+def has_more(flags: str, than: str) -> bool:
+    """Whether flags are others and more."""
+    return {*than.split()} < {*flags.split()}
 
 
 def table(rows: Sequence[Timed]) -> str:
-    """A Markdown table; :func:`best` is bold."""
-    cells = [row.row(best(rows)) for row in rows]
-    lines = [table_row(cells[0]), "|---:|---:|---:|---:|---|---|---:|---:|---:|---:|"]
-    return "\n".join([*lines, *(table_row(row.values()) for row in cells)])
+    """A Markdown table, shortest step first; :func:`best` is bold.
+
+    Time is saved against Megatron's order, else against the shortest step without CommFuse.
+    """
+    order = sorted(rows, key=lambda row: (not row.fits, row.typical))
+    launched = [row for row in order if row.form.flags is not None]
+    others = [row for row in launched if not row.form.ours] or launched
+    reference = next((row for row in others if row.form is MEGATRON), others[0])
+    cells = [row.row(best(rows), reference) for row in order]
+    same = {name for name in _SIZES if len({row[name] for row in cells}) == 1}
+    names = [name for name in cells[0] if name not in same]
+    lines = [table_row(names), f"|{'---|' * (len(names) - 4)}{'---:|' * 4}"]
+    return "\n".join([*lines, *(table_row(row[name] for name in names) for row in cells)])
 
 
 def ratio(training: Training, hardware: Hardware, corners: int = 5) -> Range:

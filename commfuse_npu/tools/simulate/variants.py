@@ -1,39 +1,44 @@
-"""The ways to run a tensor-parallel layer, by name.
+"""The forms of a tensor-parallel layer, by the names that all commands print.
 
-===================  ============================================================================
-``compute``          no communication at all: the bound
-``plain-mesh``       every collective blocking, all its transfers at once.  **The reference.**
-``megatron``         Megatron's order, with plain collectives: in the backward of a
-                     column-parallel layer the input is gathered during dgrad, and the sum of
-                     dgrad is scattered during wgrad
-``coc-K``            CoC as MindSpeed describes it: K slices of rows, a collective per slice on a
-                     separate stream, pipelined with the GEMMs; then a copy that restores the order
-                     of rows
-``coc-fused``        CoC as kernels (``--coc-fused-kernel``), for 8 ranks of a node: each hides a
-                     share of the shorter of GEMM and transfer, as others measured; Megatron's
-                     order in the backward of column-parallel layers (read in MindSpeed 26.1.0)
-``mc2``              ``--use-ascend-mc2`` (read in MindSpeed@028de58, which says that it is not for
-                     A3, but does not refuse it there): gathers before a GEMM and reduce-scatters
-                     after one are kernels in the best number of tiles
-                     (:mod:`commfuse_npu.tools.simulate.mc2`), for 2, 4 or 8 ranks of a full mesh,
-                     up to 32 on a ring, and inner dimensions of 256 to 65534, otherwise plain;
-                     Megatron's order in the backward of column-parallel layers
-``commfuse``         this project's ops as ``--use-commfuse`` launches them.  The second gather of
-                     a column-parallel layer's input starts before the weight gradient of the
-                     row-parallel layer after it.  If GEMMs hide its collectives anyway, a
-                     column-parallel layer's backward runs in Megatron's order
-                     (:mod:`commfuse_npu.tools.hardware.machine`); so do layers with few rows
-``commfuse-tuned``   the same with the fastest chunks for each operation, as batches or as
-                     collectives, or Megatron's order: what ``--commfuse-tuning on`` searches
-``commfuse-fb``      ``--commfuse-overlap``: passes take turns at their transfers
-                     (:mod:`commfuse_npu.tools.simulate.passes`): the forward of another micro-batch
-                     (in plain pipelines never), gradients, recomputation; weight gradients fill
-                     waits.  Lone forwards, and work outside of the layers, in Megatron's order
-``commfuse-fb-memory``  the same with ``--commfuse-overlap-memory``: a forward beside the
-                     gradients in plain pipelines, too
-``commfuse-both``    ``--commfuse-overlap`` with ``--use-commfuse``: lone forwards have fused
-                     layers where these are faster
-===================  ============================================================================
+``no communication``
+    the bound
+``blocking collectives``
+    all transfers of a collective at once.  **The reference** of a layer.
+``Megatron's order``
+    plain collectives; in the backward of a column-parallel layer the input is gathered during
+    dgrad, and the sum of dgrad is scattered during wgrad
+``CoC in K slices``
+    as MindSpeed describes it: K slices of rows, a collective per slice on a separate stream,
+    pipelined with the GEMMs; then a copy that restores the order of rows
+``CoC's kernel``
+    ``--coc-fused-kernel``, for 8 ranks of a node: each kernel hides a share of the shorter of GEMM
+    and transfer, as others measured; Megatron's order in the backward of column-parallel layers
+    (read in MindSpeed 26.1.0)
+``MC2``
+    ``--use-ascend-mc2`` (read in MindSpeed@028de58, which says that it is not for A3, but does not
+    refuse it there): gathers before a GEMM and reduce-scatters after one are kernels in the best
+    number of tiles (:mod:`commfuse_npu.tools.simulate.mc2`), for 2, 4 or 8 ranks of a full mesh, up
+    to 32 on a ring, and inner dimensions of 256 to 65534, otherwise plain; Megatron's order in the
+    backward of column-parallel layers
+``fused layers``
+    this project's ops as ``--use-commfuse`` launches them.  The second gather of a column-parallel
+    layer's input starts before the weight gradient of the row-parallel layer after it.  If GEMMs
+    hide its collectives anyway, a column-parallel layer's backward runs in Megatron's order
+    (:mod:`commfuse_npu.tools.hardware.machine`); so do layers with few rows
+``fused layers, tuned``
+    the same with the fastest chunks for each operation, as batches or as collectives, or Megatron's
+    order: what ``--commfuse-tuning on`` searches
+``overlap``
+    ``--commfuse-overlap``: passes take turns at their transfers
+    (:mod:`commfuse_npu.tools.simulate.passes`): the forward of another micro-batch (in plain
+    pipelines never), gradients, recomputation; weight gradients fill waits.  Lone forwards, and
+    work outside of the layers, in Megatron's order
+``overlap, more in flight``
+    the same with ``--commfuse-overlap-memory``: a forward beside the gradients in plain pipelines,
+    too
+``overlap and fused layers``
+    ``--commfuse-overlap`` with ``--use-commfuse``: lone forwards have fused layers where these are
+    faster
 """
 
 from __future__ import annotations
@@ -99,45 +104,37 @@ class Variant:
         return self.beside == "everywhere" or layout.pp == 1 or layout.vpp > 1
 
 
-COMPUTE_ONLY = Variant("compute", "compute")
-REFERENCE = Variant("plain-mesh", "plain")
-MEGATRON = Variant("megatron", "megatron", flags="")
+COMPUTE_ONLY = Variant("no communication", "compute")
+REFERENCE = Variant("blocking collectives", "plain")
+MEGATRON = Variant("Megatron's order", "megatron", flags="")
 COC = tuple(
-    Variant(f"coc-{k}", "sliced", k, flags=f"--use-ascend-coc --coc-parallel-num {k}")
+    Variant(f"CoC in {k} slices", "sliced", k, flags=f"--use-ascend-coc --coc-parallel-num {k}")
     for k in (2, 4, 8)
 )
-COC_FUSED = Variant("coc-fused", "kernel", flags="--use-ascend-coc --coc-fused-kernel")
-MC2 = Variant("mc2", "mc2", flags="--use-ascend-mc2")
+COC_FUSED = Variant("CoC's kernel", "kernel", flags="--use-ascend-coc --coc-fused-kernel")
+MC2 = Variant("MC2", "mc2", flags="--use-ascend-mc2")
 OVERLAP = Variant(
-    "commfuse-fb",
+    "overlap",
     "passes",
     alone=replace(MEGATRON, leaves_out=True, flags=None),
     flags="--commfuse-overlap",
 )
 OVERLAP_MEMORY = replace(
     OVERLAP,
-    name="commfuse-fb-memory",
+    name="overlap, more in flight",
     beside="everywhere",
     flags="--commfuse-overlap --commfuse-overlap-memory",
 )
-FORMS = {
-    form: (title, form.flags or "")
-    for form, title in (
-        (MEGATRON, "Megatron's order"),
-        (OVERLAP, "overlap"),
-        (OVERLAP_MEMORY, "overlap, more in flight"),
-        *((form, f"CoC in {form.way} slices") for form in COC),
-        (COC_FUSED, "CoC's kernel"),
-        (MC2, "MC2"),
-    )
-}
-"""The forms besides fused layers that can be launched: description and flags.  Of a launch with
-the flags of several, the last one is what runs."""
+FORMS = (MEGATRON, OVERLAP, OVERLAP_MEMORY, *COC, COC_FUSED, MC2)
+"""The forms besides fused layers that can be launched.  Of a launch with the flags of several, the
+last one is what runs."""
+FUSED = "fused layers"
+BOTH = f"overlap and {FUSED}"
 
 
 def fused(schedule: Schedule, collectives_from: int | None = None) -> Variant:
     """This project's ops; the schedule has its number of lanes."""
-    return Variant("commfuse", "fused", schedule, collectives_from, flags="--use-commfuse")
+    return Variant(FUSED, "fused", schedule, collectives_from, flags="--use-commfuse")
 
 
 def tuned(schedule: Schedule, chunks: Sequence[int] = _CHUNKS) -> Variant:
@@ -146,7 +143,7 @@ def tuned(schedule: Schedule, chunks: Sequence[int] = _CHUNKS) -> Variant:
     if (schedule.lanes or 1) > 1:
         ways += [replace(way, shape="collective", lanes=1) for way in ways]
     flags = "--use-commfuse --commfuse-tuning on"
-    return Variant("commfuse-tuned", "fused", tuned=tuple(ways), flags=flags)
+    return Variant(f"{FUSED}, tuned", "fused", tuned=tuple(ways), flags=flags)
 
 
 def forms(
@@ -196,7 +193,7 @@ def forms(
             overlapped.append(
                 replace(
                     overlapped[0],
-                    name="commfuse-both",
+                    name=BOTH,
                     alone=launched,
                     flags=f"{launched.flags} {OVERLAP.flags}",
                 )

@@ -24,12 +24,12 @@ def test_options_of_the_machine_cost_what_they_say(tmp_path: Path) -> None:
     cheap, posts, launches, ordered = map(
         steps, ("--post-us 15", "--post-us 2000", "--launch-us 999", "--deterministic")
     )
-    assert cheap["megatron"] == posts["megatron"]
-    assert cheap["commfuse"] < posts["commfuse"]
+    assert cheap["Megatron's order"] == posts["Megatron's order"]
+    assert cheap["fused layers"] < posts["fused layers"]
     # The host limits both: a layer has 66 launches and 40 events, CoC's has more.
-    assert cheap["megatron"] < launches["megatron"] < launches["coc-8"]
+    assert cheap["Megatron's order"] < launches["Megatron's order"] < launches["CoC in 8 slices"]
     # Only sums of collectives: those of programs have a fixed order anyway.
-    for name in ("plain-mesh", "mc2"):
+    for name in ("blocking collectives", "MC2"):
         assert ordered[name] > cheap[name]
 
 
@@ -41,12 +41,18 @@ def test_a_table_and_json(capsys, tmp_path: Path) -> None:
     assert content["simulated"] is True
     assert content["hardware"]["figures"]["inside.rate"]["source"]
     rows = {row["form"]: row for row in content["forms"]}
-    assert text.count("\n| 2 | 1 | 1 | 4 | none |") == len(rows)
+    cells = {line.split(" | ")[0].strip("|* "): line.split(" | ") for line in text.splitlines()}
+    assert set(rows) < set(cells)
     # Eight sequences on eight NPUs.
-    (cells,) = [line.split(" | ") for line in text.splitlines() if "| mc2 |" in line]
-    assert float(cells[8].split()[0]) == round(2048 / rows["mc2"]["step"]["typical"])
+    seconds = {form: row["step"]["typical"] for form, row in rows.items()}
+    assert float(cells["MC2"][3].split()[0]) == round(2048 / seconds["MC2"])
+    less = 1 - seconds["MC2"] / seconds["Megatron's order"]
+    assert cells["MC2"][2].startswith(f"{100 * less:.1f} % (")
+    assert cells["Megatron's order"][2] == "reference"
+    order = [form for form in cells if form in rows]
+    assert order == sorted(rows, key=seconds.__getitem__)
     assert content["ratio"]["low"] < content["ratio"]["typical"] < content["ratio"]["high"]
-    assert (rows["compute"]["flags"], rows["megatron"]["flags"]) == (None, [])
+    assert (rows["no communication"]["flags"], rows["Megatron's order"]["flags"]) == (None, [])
     assert content["recommended"]["form"] in text.splitlines()[0]
 
 
@@ -61,10 +67,10 @@ def test_a_picture_that_cannot_be_written_costs_no_result(
     pytest.importorskip("vl_convert")
     path, late = tmp_path / "layer.svg", tmp_path / "late.svg"
     assert cli.main(["simulate", *LAYER.split(), "--svg", str(path)]) == 0
-    rows = re.findall(r">([\w-]+): [\d.]+ ms, waiting [\d.]+ ms</text>", path.read_text("utf-8"))
-    assert rows[:2] == ["plain-mesh", "megatron"]
+    rows = re.findall(r">([^<>:]+): [\d.]+ ms, waiting [\d.]+ ms</text>", path.read_text("utf-8"))
+    assert rows[:2] == ["blocking collectives", "Megatron's order"]
     assert len(rows) == 3
-    assert rows[2].startswith("commfuse")
+    assert rows[2].startswith("overlap")
     printed = capsys.readouterr().out
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr("os.fsync", Mock(side_effect=full))
@@ -112,13 +118,13 @@ def test_the_pictures_show_what_is_simulated(tmp_path: Path) -> None:
 
 def test_a_picture_is_a_file_and_needs_a_package(tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("vl_convert")
-    bits = (Bit("compute", 1.0, 3.0, "work"), Bit("compute", 0.0, 1.0, "waiting"))
-    picture = gantt("Layer", "ms", [Row("plain: 3 ms", ("compute",), bits)])
+    bits = (Bit("no communication", 1.0, 3.0, "work"), Bit("no communication", 0.0, 1.0, "waiting"))
+    picture = gantt("Layer", "ms", [Row("plain: 3 ms", ("no communication",), bits)])
     for name in ("a.png", "a.svg"):
         draw(picture, "A <title>", tmp_path / name)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "a.svg").read_text("utf-8")
-    for label in ("A &lt;title&gt;", "Layer", "plain: 3 ms", "compute", "1.0", "waiting"):
+    for label in ("A &lt;title&gt;", "Layer", "plain: 3 ms", "no communication", "1.0", "waiting"):
         assert f">{label}</text>" in text, label
     monkeypatch.setattr(drawing.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"a picture needs vl-convert-python; pip install"):

@@ -41,7 +41,7 @@ def shape(ranks: int) -> LayerShape:
     topology=st.sampled_from(["full_mesh", "switched", "nic_per_npu"]),
     batched=st.booleans(),
 )
-@example(4, [v.name for v in variants(3)].index("mc2"), "forward", "switched", True)
+@example(4, [v.name for v in variants(3)].index("MC2"), "forward", "switched", True)
 def test_every_timeline_holds_and_one_rank_stands_for_all(
     size: int, number: int, part: str, topology: str, batched: bool
 ) -> None:

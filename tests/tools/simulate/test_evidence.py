@@ -46,7 +46,7 @@ def test_measured_steps_stand_beside_simulated_ones(tmp_path: Path, capsys) -> N
     assert capsys.readouterr().out.startswith("50 us a launch, ")
     before, text = page.read_text("utf-8").split("<!-- begin: steps -->")
     assert (before, text.split("<!-- end: steps -->")[1]) == ("before\n", "\nafter\n")
-    assert "| beta_small | 4 1 1 1 | megatron | device |" in text
+    assert "| beta_small | 4 1 1 1 | Megatron's order | device |" in text
     assert "| +25% | 1,000 |" in text
     assert "| predicted | device | 1 | 25.0% | 25.0% |" in text
     assert "| --lora-target-modules: simulated as if all weights were trained | beta_lora |" in text
@@ -73,4 +73,4 @@ def test_a_row_of_the_page_is_what_the_command_writes(tmp_path: Path, monkeypatc
     assert "| 118 us, 1 micro-batch | 0; 0 | 0; 0 | 0; 0 | 0; 0 | 1; 1 |" in lines
     assert "| 118 us, 1 micro-batch, recomputed | 1; 1 | 1; 1 | 0; 0 | 1; 1 | 1; 1 |" in lines
     # Programs add in a fixed order anyway: with it they are ahead of MC2 as well.
-    assert "| *commfuse-tuned* | 1; 1; 1 | 0; 0; 0 | 0; 0; 1 | 1; 1; 1 | 0; 0; 1 |" in lines
+    assert "| *fused layers, tuned* | 1; 1; 1 | 0; 0; 0 | 0; 0; 1 | 1; 1; 1 | 0; 0; 1 |" in lines
