@@ -13,16 +13,17 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 from commfuse_npu.launch.options import unknown_option
-from mindspeed_patches.registration import install
 
 
-def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = install) -> None:
+def main(command: Sequence[str] | None = None, prepare: Callable[[], object] | None = None) -> None:
     """Run ``command``, a script and its arguments, by default those of this process.
 
     Args:
-        prepare: called once the script's imports can be found, before the script runs.
+        prepare: called once the script's imports can be found, before the script runs; by default
+            :func:`mindspeed_patches.install`.
     """
     command = list(sys.argv[1:] if command is None else command)
     if not command or command[0].startswith("-"):
@@ -39,6 +40,12 @@ def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = i
     # Megatron would refuse it too, but only after it has listed all of its own options.
     if why := unknown_option(command[1:]):
         raise SystemExit(f"mindspeed_patches.launch: {why}")
+    if find_spec("torch") is None:
+        raise SystemExit(
+            "mindspeed_patches.launch: torch is not installed; start it with the Python of your "
+            "training"
+        )
+    from mindspeed_patches import install
     # From here on as if the script had been started directly.
     sys.argv = command
     folder = os.path.dirname(os.path.abspath(script))
@@ -46,7 +53,7 @@ def main(command: Sequence[str] | None = None, prepare: Callable[[], object] = i
         sys.path.insert(0, folder)
     else:
         sys.path[0] = folder
-    prepare()
+    (prepare or install)()
     runpy.run_path(script, run_name="__main__")
 
 

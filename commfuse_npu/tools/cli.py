@@ -9,6 +9,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from commfuse_npu import __version__
+from commfuse_npu.launch.did_you_mean import did_you_mean
 from commfuse_npu.removed import removed
 
 _COMMANDS = {
@@ -74,7 +75,8 @@ def _answer(words: list[str]) -> int:
     parser = Parser(
         prog="commfuse-npu",
         usage="commfuse-npu COMMAND [options]",
-        description="Overlaps the communication of tensor parallelism with its GEMMs.",
+        description="Overlaps the communication of a training with its computation. "
+        "Begin with: commfuse-npu plan my_pretrain.sh",
         epilog="\n".join([*lines, "", "commfuse-npu COMMAND --help lists the options of each."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -84,7 +86,12 @@ def _answer(words: list[str]) -> int:
     for name in (called, *(f"{called} {word.partition('=')[0]}" for word in words[1:])):
         if why := removed(name):
             parser.error(why)
-    command = parser.parse_args(words[:1] or ["--help"]).command
+    first = words[0] if words else "--help"
+    if not first.startswith("-") and first not in _COMMANDS:
+        near = did_you_mean(first, _COMMANDS)
+        near = f"; did you mean {parser.prog} plan {first}?" if os.path.exists(first) else near
+        parser.error(f"{first!r} is none of {', '.join(_COMMANDS)}{near}")
+    command = parser.parse_args([first]).command
     try:
         return int(import_module(f"commfuse_npu.tools.{_COMMANDS[command][0]}").main(words[1:]))
     except ModuleNotFoundError as error:

@@ -12,7 +12,7 @@ from commfuse_npu.runtime.atomic_write import atomic_write
 
 _VERSION = "6.1"
 """Version of Vega-Lite."""
-_CONFIG = {
+_CONFIG: dict[str, Any] = {
     "aria": False,  # longer files; the pages that include them describe them
     "view": {"stroke": None},
     "title": {"anchor": "start", "frame": "bounds"},

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,15 @@ def test_the_newest_core_is_left_out_without_a_cpu_torch(machine: Machine) -> No
     code, stderr, requests = machine.prepare(r"\+cpu", "core")
     assert (code, requests) == (0, [FIRST, SECOND, THIRD, TORCH_FILE, REST[2], FIRST, SECOND])
     assert f"No CPU build of torch {TORCH} for this Python was found" in stderr
+
+
+def test_a_launch_without_torch_says_so_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "pretrain_gpt.py").touch()
+    hidden = "import sys; sys.modules['torch'] = None; sys.argv[1:] = ['pretrain_gpt.py']; "
+    run = "import runpy; runpy.run_module('mindspeed_patches.launch', run_name='__main__')"
+    done = started(
+        sys.executable, "-c", hidden + run, env={"PYTHONPATH": str(ROOT)}, folder=tmp_path
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("mindspeed_patches.launch: torch is not installed; start it")
+    assert done.stderr.count("\n") == 1

@@ -138,6 +138,10 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             f"{path!r} is no file and no folder; give a launch script, a configuration's yaml "
             "file, a folder of scripts or profiles, or --model NAME"
         )
+    elif path is not None and Path(path).suffix not in ("", ".sh", ".bash"):
+        started = f"commfuse-npu plan -- torchrun ... {path} ARGS"
+        way_out = started if path.endswith(".py") else "give a .sh file"
+        raise UsageError(f"{path} is no launch script by its name; {way_out}")
     elif path is not None:
         words = ["bash", path, *words]
     tell(f"reading what {path or 'the command'} starts")

@@ -46,10 +46,16 @@ FILES = {
     "log/rank_0.jsonl": b"\xff\xfe\n",
     "run/measured.json": b"{}",
     "good.sh": LAUNCH.encode(),
+    "page.md": b"touch harmed",
+    "train.py": b"touch harmed",
 }
 # The words of a command, and its last message.
 QUESTIONS = (
-    ("frobnicate", "invalid choice: 'frobnicate' (choose from "),
+    ("frobnicate", "'frobnicate' is none of doctor, plan, simulate, measure, verify"),
+    ("pln", "did you mean plan?"),
+    ("good.sh", "did you mean commfuse-npu plan good.sh?"),
+    ("plan page.md", "page.md is no launch script by its name; give a .sh file"),
+    ("plan train.py", "commfuse-npu plan -- torchrun ... train.py ARGS"),
     ("doctor surplus", "unrecognized arguments: surplus (see commfuse-npu doctor --help)"),
     ("plan --model ''", "'' is neither a file nor one of llama2_13b, llama2_70b"),
     (f"plan --model {'a' * 300}", "aaa' is neither a file nor one of llama2_13b"),
