@@ -9,6 +9,7 @@ is set; ``register_args`` again on Megatron's parser; then, with or without a fl
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import logging
@@ -35,6 +36,8 @@ from mindspeed_patches.wrappers import LinearWrappers
 
 _FUSED = "--use-commfuse"
 _OVERLAPPED = "--commfuse-overlap"
+_NORM_LAYERS = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
+_NORM_COLUMNS = "MindSpeedTELayerNormColumnParallelLinear", "TELayerNormColumnParallelLinear"
 _logger = logging.getLogger(__name__)
 
 
@@ -95,9 +98,7 @@ class CommFuseFeature:
         self.wrappers, users, report = register_wrappers(
             patch_manager,
             args,
-            # Its own column-parallel layer with norm may then replace Megatron's layer.
-            transformer_engine=engine
-            and _has_module("mindspeed.te.pytorch.module.layernorm_column_parallel_linear"),
+            norm_column=_norm_column() if engine else None,
         )
         for user in users:
             user.register_lanes(patch_manager)
@@ -137,6 +138,15 @@ def _has_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # a parent package is missing
         return False
+
+
+def _norm_column() -> str | None:
+    """MindSpeed's column-parallel layer with norm, whose name depends on the branch, if any."""
+    if not _has_module(_NORM_LAYERS):
+        return None
+    layers = importlib.import_module(_NORM_LAYERS)
+    name = next(filter(functools.partial(hasattr, layers), _NORM_COLUMNS), None)
+    return name and f"{_NORM_LAYERS}.{name}"
 
 
 def _use_mindspeeds_matmul_add() -> None:

@@ -171,13 +171,14 @@ def register_wrappers(
     manager: Any,
     args: argparse.Namespace,
     *,
-    transformer_engine: bool = False,
+    norm_column: str | None = None,
     ulysses_attention: str = MINDSPEED_ULYSSES,
 ) -> tuple[LinearWrappers, Sequence[LaneUser], StartReport]:
     """Register with MindSpeed's patch manager, or with our stand-in.
 
     Args:
         args: with options that :func:`check_options` accepts.
+        norm_column: dotted path of MindSpeed's column-parallel layer with norm, if it is used.
         ulysses_attention: dotted path of the class whose forward exchanges heads.
 
     Returns:
@@ -196,9 +197,7 @@ def register_wrappers(
     users: list[LaneUser] = []
     elsewhere = options.commfuse_ulysses or options.commfuse_dp
     if sizes.tensor > 1 or not elsewhere:
-        wrappers.register(
-            manager, transformer_engine=transformer_engine, attention=options.commfuse_attention
-        )
+        wrappers.register(manager, norm_column=norm_column, attention=options.commfuse_attention)
         users.append(wrappers)
     if options.commfuse_ulysses:
         ulysses = UlyssesWrappers(wrappers, ulysses_options(args))

@@ -69,10 +69,6 @@ _FORWARDS = (
 )
 _MORE_ARGUMENTS = "its forward gets arguments that are not known"
 _SELF_ATTENTION = "megatron.core.transformer.attention.SelfAttention.__init__"
-_NORM_COLUMN = (
-    "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
-    ".MindSpeedTELayerNormColumnParallelLinear"
-)
 
 
 def by_fusion(options: LinearOptions) -> dict[bool, LinearOptions]:
@@ -160,14 +156,15 @@ class LinearWrappers(LaneUser):
         self._options = by_fusion(options)
 
     def register(
-        self, manager: Any, *, transformer_engine: bool = False, attention: bool = False
+        self, manager: Any, *, norm_column: str | None = None, attention: bool = False
     ) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in.
 
         Args:
-            transformer_engine: also wrap ``MindSpeedTELayerNormColumnParallelLinear``, which under
+            norm_column: dotted path of a class of MindSpeed to wrap, too, which under
                 ``--transformer-impl transformer_engine`` replaces qkv and fc1 together with the
-                norms before them.  The row-parallel layer there is Megatron's own.
+                norms before them.  The row-parallel layer there is Megatron's own, for Megatron
+                core 0.16 MindSpeed's, which is not fused.
             attention: also defer the core attention of self-attention layers to their ``proj``.
         """
         for name, forward_wrapper in (
@@ -177,8 +174,8 @@ class LinearWrappers(LaneUser):
             manager.register_patch(f"{_MODULE}.{name}.__init__", named_init_wrapper)
             manager.register_patch(f"{_MODULE}.{name}.forward", forward_wrapper)
         register_names(manager)
-        if transformer_engine:
-            manager.register_patch(f"{_NORM_COLUMN}.__init__", self.norm_column_init_wrapper)
+        if norm_column is not None:
+            manager.register_patch(f"{norm_column}.__init__", self.norm_column_init_wrapper)
         if attention:
             manager.register_patch(_SELF_ATTENTION, self.self_attention_init_wrapper)
 

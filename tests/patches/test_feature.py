@@ -104,15 +104,29 @@ def test_the_lanes_know_their_buffers_and_where_to_record() -> None:
     assert (lanes.buffer_megabytes, lanes.order_log) == (32, "a folder")
 
 
+NORM_LAYERS = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
+NORM_COLUMN = "TELayerNormColumnParallelLinear"
+
+
 @pytest.mark.parametrize(
-    ("engine", "there", "wrapped"),
-    [("transformer_engine", True, 1), ("local", True, 0), ("local", False, 0)],
+    ("engine", "there", "layer"),
+    [
+        ("transformer_engine", True, f"MindSpeed{NORM_COLUMN}"),
+        ("transformer_engine", True, NORM_COLUMN),  # MindSpeed's branch for Megatron core 0.16
+        ("transformer_engine", True, ""),
+        ("local", True, ""),
+        ("local", False, ""),
+    ],
 )
-def test_what_is_wrapped_where_its_modules_are(monkeypatch, engine, there, wrapped) -> None:
+def test_what_is_wrapped_where_its_modules_are(monkeypatch, engine, there, layer) -> None:
     """The layer with norm is wrapped with its engine, get_model where Megatron's training is."""
+    layers = types.ModuleType(NORM_LAYERS)
+    setattr(layers, layer or "Other", object)
+    monkeypatch.setitem(sys.modules, NORM_LAYERS, layers)
     monkeypatch.setattr("mindspeed_patches.feature._has_module", lambda name: there)
     wrappers = registered(real_arguments(transformer_impl=engine))
-    assert sum("TELayerNormColumnParallel" in path for path in wrappers) == wrapped
+    wrapped = [path for path in wrappers if path.startswith(NORM_LAYERS)]
+    assert wrapped == ([f"{NORM_LAYERS}.{layer}.__init__"] if layer else [])
     assert ("megatron.training.training.get_model" in wrappers) == there
 
 
