@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -66,9 +67,11 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._option = option
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._folder = tempfile.mkdtemp(prefix="commfuse-ranks-")
-        store = str(Path(self._folder) / "store")
+        # Named before it exists, so that a signal at any moment leaves no folder behind.
+        self._folder = Path(tempfile.gettempdir(), f"commfuse-ranks-{secrets.token_hex(8)}")
+        store = str(self._folder / "store")
         try:
+            os.mkdir(self._folder, 0o700)
             for rank in range(size):
                 ours, remote = _context.Pipe()
                 arguments = remote, rank, size, store, device, timeout, worker

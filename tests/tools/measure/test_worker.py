@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,3 +66,17 @@ def test_a_rank_that_fails_is_named_and_all_are_ended(
     with pytest.raises(RanksError, match=said):
         ask()
     assert set(multiprocessing.active_children()) == before
+
+
+def test_a_signal_as_ranks_start_leaves_no_folder(monkeypatch, tmp_path: Path) -> None:
+    made = os.mkdir
+
+    def mkdir(*args: Any, **named: Any) -> None:
+        made(*args, **named)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("os.mkdir", mkdir)
+    with pytest.raises(KeyboardInterrupt):
+        Ranks(1, device="cpu", timeout=LIMIT)
+    assert not list(tmp_path.iterdir())
