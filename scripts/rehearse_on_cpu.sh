@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Rehearse a launch of MindSpeed-LLM on CPU and gloo, with and without CommFuse: are results equal,
+# Rehearse a launch of MindSpeed on CPU and gloo, with and without CommFuse: are results equal,
 # what is fused, which collectives remain? Needs no NPU and no CANN, and measures no time.
 #
-#   export MINDSPEED_HOME=... MINDSPEED_LLM_HOME=... MEGATRON_HOME=...     checkouts of the three
+#   export MINDSPEED_HOME=... MINDSPEED_LLM_HOME=... MEGATRON_HOME=...     checkouts of the three,
+#                          of two where Megatron-LM's own pretrain_gpt.py is launched
 #   bash scripts/rehearse_on_cpu.sh --rehearse-scale -- my_pretrain.sh     your launch script
 #   bash scripts/rehearse_on_cpu.sh -- torchrun ... pretrain_gpt.py ...    or its command line
 #   bash scripts/rehearse_on_cpu.sh --help                                 all options

@@ -21,6 +21,7 @@ __all__ = [
     "SUPPORTED_LLM",
     "TOGETHER",
     "WHY_WITHOUT",
+    "WITHOUT_LLM",
     "WITHOUT_MINDSPEED",
     "Package",
     "find_package",
@@ -33,6 +34,11 @@ MEGATRON = "0.12.1"
 TOGETHER = (
     "MindSpeed-LLM 2.2.0, 2.3.0, 26.0.0, 26.1.0 or master, with MindSpeed's branch "
     "<version>_core_r0.12.1 or master, and Megatron-LM core_v0.12.1"
+)
+
+WITHOUT_LLM = (
+    "without MINDSPEED_LLM_HOME, for Megatron-LM's own pretrain_gpt.py, MindSpeed's branch "
+    "core_r0.16.0 and Megatron-LM core_r0.16.0"
 )
 
 NEWEST_CORE = (0, 19)

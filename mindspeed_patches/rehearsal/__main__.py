@@ -1,4 +1,4 @@
-"""Rehearse a launch of MindSpeed-LLM on this machine's CPU, with and without CommFuse.
+"""Rehearse a launch of MindSpeed on this machine's CPU, with and without CommFuse.
 
 ::
 
@@ -16,8 +16,9 @@ CommFuse computes attention block by block, which rounds differently from the la
 tolerance, 1e-6, in 16 bits 2^-9.
 
 The script prepares an environment with torch_npu and the stand-ins, in which it starts this module;
-``MINDSPEED_HOME``, ``MINDSPEED_LLM_HOME`` and ``MEGATRON_HOME`` name the checkouts.  Exit code: 0
-identical, 1 not (or a run failed, or is inconclusive), 2 invalid request.
+``MINDSPEED_HOME``, ``MINDSPEED_LLM_HOME`` and ``MEGATRON_HOME`` name the checkouts.  Without
+MindSpeed-LLM, Megatron-LM's own ``pretrain_gpt.py`` runs, after an import of MindSpeed's adaptor.
+Exit code: 0 identical, 1 not (or a run failed, or is inconclusive), 2 invalid request.
 """
 
 from __future__ import annotations
@@ -147,18 +148,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _rehearse(arguments: argparse.Namespace) -> int:
     stack = find_stack()
-    llm, *_ = stack
-    launch = read_launch(arguments.launch, llm)
+    home = next((root for root in stack if (root / "pretrain_gpt.py").is_file()), stack[0])
+    launch = read_launch(arguments.launch, home)
     for name in _SET_ANEW:
         launch.environment.pop(name, None)
-    folder, script = launch.located(llm)
+    folder, script = launch.located(home)
     prepare(launch.options, arguments.iterations, folder)
     layout = _layout(launch, arguments)
     with tempfile.TemporaryDirectory(prefix="commfuse_rehearsal_") as name:
         temporary = Path(name)
         replace_missing_instructions(launch.options, folder, temporary)
         print("A rehearsal on CPU and gloo: nothing runs on an NPU, and times mean nothing.")
-        print("MindSpeed-LLM {}, MindSpeed {}, Megatron {}".format(*stack))
+        print("checkouts:", *stack)
         print(f"script: {launch.script}; {layout}")
         for note in launch.notes:
             print(f"note: {note}")

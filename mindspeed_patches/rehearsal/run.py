@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from commfuse_npu.launch.packages import TOGETHER
+from commfuse_npu.launch.packages import TOGETHER, WITHOUT_LLM
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.short_run import last_lines, run_bounded, torchrun_here
 from mindspeed_patches.rehearsal.records import Record, read_records
@@ -33,17 +33,23 @@ _CHECKOUTS = {
 def find_stack(environ: Mapping[str, str] = os.environ) -> list[Path]:
     """The checkouts of MindSpeed-LLM, MindSpeed and Megatron-LM that the environment names.
 
+    Without ``MINDSPEED_LLM_HOME`` those of MindSpeed and Megatron-LM.
+
     Raises:
         UsageError: one is missing, is something else, or is too old.
     """
-    roots = {name: Path(environ.get(name) or os.devnull).expanduser() for name in _CHECKOUTS}
+    names = [name for name in _CHECKOUTS if environ.get(name) or name != "MINDSPEED_LLM_HOME"]
+    roots = {name: Path(environ.get(name) or os.devnull).expanduser() for name in names}
     problems = [
-        f"{name} is {environ.get(name) or 'not set'}; give a checkout with {file}: {name}=DIR"
-        for name, file in _CHECKOUTS.items()
-        if not (roots[name] / file).is_file()
+        f"{name} is {environ.get(name) or 'not set'}; give a checkout with {_CHECKOUTS[name]}: "
+        f"{name}=DIR"
+        for name in names
+        if not (roots[name] / _CHECKOUTS[name]).is_file()
     ]
     if problems:
-        raise UsageError("\n".join([*problems, f"These belong together: {TOGETHER}"]))
+        raise UsageError(
+            "\n".join([*problems, f"These belong together: {TOGETHER}; or {WITHOUT_LLM}"])
+        )
     return [root.resolve() for root in roots.values()]
 
 

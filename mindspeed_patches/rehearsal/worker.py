@@ -9,6 +9,7 @@ weights.  MindSpeed's own patch manager wraps the functions that know these.  Th
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from mindspeed_patches import install, launch
 from mindspeed_patches.patching import around
 from mindspeed_patches.registration import FEATURE, wrap_training
+from mindspeed_patches.rehearsal import triton_stand_in
 from mindspeed_patches.rehearsal.records import NORM, Record
 from mindspeed_patches.state_hashes import TrainedState, optimizer_hash, weight_hashes
 
@@ -146,6 +148,10 @@ def main(folder: str, way: str, *command: str) -> None:
         observer.install()
         if way == "commfuse":
             install()
+        if importlib.util.find_spec("mindspeed_llm") is None:
+            triton_stand_in.install()
+            # Users add this import to Megatron's script; a second one changes nothing.
+            importlib.import_module("mindspeed.megatron_adaptor")
 
     try:
         launch.main(command, prepare)

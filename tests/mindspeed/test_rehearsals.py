@@ -162,9 +162,9 @@ DATA_PARALLEL_CASES = {
 """Processes, and what is added to the model's options; two replicas each."""
 
 
-def why_not() -> str | None:
-    """The reason why rehearsals cannot run here, or ``None``."""
-    missing = [name for name in HOMES if not os.environ.get(name)]
+def why_not(*homes: str) -> str | None:
+    """The reason why rehearsals with these checkouts cannot run here, or ``None``."""
+    missing = [name for name in homes if not os.environ.get(name)]
     if missing:
         return (
             f"set {', '.join(missing)} to checkouts of MindSpeed, MindSpeed-LLM, Megatron-LM "
@@ -175,7 +175,7 @@ def why_not() -> str | None:
     return None
 
 
-SKIPPED = why_not()
+SKIPPED = why_not(*HOMES)
 pytestmark = [
     pytest.mark.skipif(SKIPPED is not None, reason=str(SKIPPED)),
     pytest.mark.timeout(1500),

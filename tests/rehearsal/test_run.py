@@ -78,6 +78,7 @@ def test_the_checkouts_are_those_that_the_environment_names(folders) -> None:
     assert find_stack(folders) == [llm, mindspeed, megatron]
     with pytest.raises(UsageError, match=r"^MEGATRON_HOME is .*LLM_HOME; give a checkout with m"):
         find_stack({**folders, "MEGATRON_HOME": str(llm)})
+    assert find_stack({**folders, HOMES[0]: ""}) == [mindspeed, megatron]
     (llm / ADAPTOR).unlink()
     with pytest.raises(
         UsageError, match=f"with {ADAPTOR}: .*\nThese belong together: MindSpeed-LLM"
@@ -90,7 +91,8 @@ def test_what_the_command_refuses(folders, monkeypatch, capsys) -> None:
         monkeypatch.setenv(name, "")
     assert main(["--", "pretrain_gpt.py", "--bf16"]) == 2
     message = capsys.readouterr().err
-    for hint in (*(f"{name}=DIR" for name in HOMES), "core_v0.12.1", "_core_r0.12.1"):
+    versions = "core_v0.12.1", "_core_r0.12.1", "without MINDSPEED_LLM_HOME"
+    for hint in (*(f"{name}=DIR" for name in HOMES[1:]), *versions):
         assert hint in message
     for name in HOMES:
         monkeypatch.setenv(name, folders[name])
