@@ -19,6 +19,7 @@ __all__ = [
     "NEWEST_CORE",
     "NPU_TORCH",
     "SUPPORTED_LLM",
+    "SUPPORTED_WITHOUT_LLM",
     "TOGETHER",
     "WHY_WITHOUT",
     "WITHOUT_LLM",
@@ -36,6 +37,8 @@ TOGETHER = (
     "<version>_core_r0.12.1 or master, and Megatron-LM core_v0.12.1"
 )
 
+SUPPORTED_WITHOUT_LLM = ("0.16",)
+"""Versions of MindSpeed that have no MindSpeed-LLM, and of the Megatron core that they are for."""
 WITHOUT_LLM = (
     "without MINDSPEED_LLM_HOME, for Megatron-LM's own pretrain_gpt.py, MindSpeed's branch "
     "core_r0.16.0 and Megatron-LM core_r0.16.0"

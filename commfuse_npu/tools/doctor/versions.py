@@ -10,7 +10,9 @@ from commfuse_npu.launch.packages import (
     NEWEST_CORE,
     NPU_TORCH,
     SUPPORTED_LLM,
+    SUPPORTED_WITHOUT_LLM,
     TOGETHER,
+    WITHOUT_LLM,
     numbers,
 )
 from commfuse_npu.tools.doctor.machine import Finding, Level, LocalMachine, listed_npus
@@ -116,13 +118,25 @@ _STACK: dict[str, tuple[str, str, tuple[str, ...], Level]] = {
 def check_stack(machine: LocalMachine) -> Iterator[Finding]:
     """Check MindSpeed-LLM, MindSpeed and Megatron-LM."""
     packages = {name: machine.find(name) for name in _STACK}
-    on_npu = packages["mindspeed_llm"] is not None or packages["mindspeed"] is not None
+    mindspeed = packages["mindspeed"]
+    on_npu = packages["mindspeed_llm"] is not None or mindspeed is not None
+    without_llm = (
+        packages["mindspeed_llm"] is None
+        and mindspeed is not None
+        and _fits(numbers(mindspeed.version or ""), SUPPORTED_WITHOUT_LLM, with_mindspeed=True)
+    )
     for name, (title, part, versions, otherwise) in _STACK.items():
         package = packages[name]
         level = otherwise
         text = "not found"
         advice = f"use {TOGETHER}, on PYTHONPATH"
-        if package is None and not on_npu:
+        if without_llm:
+            versions = SUPPORTED_WITHOUT_LLM
+            advice = f"use {WITHOUT_LLM}, on PYTHONPATH"
+        if package is None and without_llm and name == "mindspeed_llm":
+            level = "note"
+            advice = "there is none for this MindSpeed"
+        elif package is None and not on_npu:
             level = "note"
             advice = "needed on NPUs"
             if name == "megatron":

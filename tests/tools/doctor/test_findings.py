@@ -153,6 +153,18 @@ def test_the_stack(tmp_path: Path) -> None:
         assert found(alone)["Megatron-LM"] == f"{level} {version}"
 
 
+def test_a_branch_of_mindspeed_that_has_no_mindspeed_llm(tmp_path: Path) -> None:
+    packages = stack(tmp_path)
+    del packages["mindspeed_llm"]
+    packages["mindspeed"] = dataclasses.replace(packages["mindspeed"], version="0.16.0")
+    for version, level in (("0.16.1", "ok"), ("0.12.1", "error")):
+        packages["megatron"] = dataclasses.replace(packages["megatron"], version=version)
+        stated = found(machine({}, packages))
+        assert stated["MindSpeed-LLM"] == "note not found"
+        assert stated["MindSpeed"] == "ok 0.16.0"
+        assert stated["Megatron-LM"] == f"{level} {version}"
+
+
 def test_versions_are_read_from_files_without_importing(tmp_path, monkeypatch) -> None:
     """Packages whose import would fail are found and their files are read."""
     trap = "raise RuntimeError('imported')\n"
