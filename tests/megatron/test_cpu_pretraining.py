@@ -231,6 +231,7 @@ def test_the_fastest_iteration_after_the_first_ones_is_drawn(monkeypatch, tmp_pa
 
 
 def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("vl_convert", reason="vl-convert-python, which draws, is not installed")
     monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     path = tmp_path / "timelines.png"
     runs = {"megatron": [of_times(1, 1, 1, 2)]}
