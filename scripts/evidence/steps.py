@@ -43,8 +43,6 @@ from scripts.evidence.layers import publish
 _HARDWARE = "ascend_910b_server"
 _HOST_LIMIT = 0.9
 """The host is the limit if a step without host time takes less than this share."""
-_VOCABULARIES = {"baichuan2": 125696, "llama3": 128256}
-"""Published sizes for launches whose vocabulary depends on the tokenizer; else 32,000."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +84,7 @@ def _measured(name: str, script: Path, times: Sequence[float], memory: object) -
     if rough := roughly(launch.options):
         raise NotSimulated(rough[0])
     family = re.split(r"[_-]", re.sub("^(tune|pretrain)_", "", name))[0]
-    words = launch.config.vocab_size
-    if not {"--vocab-size", "--padded-vocab-size"} & set(launch.options.names):
-        words = _VOCABULARIES.get(family, words)
-    training = training_of(replace(launch, config=replace(launch.config, vocab_size=words)))
+    training = training_of(launch)
     ranks = memory if isinstance(memory, list) else []
     most = max((rank.get("max allocated memory", 0.0) for rank in ranks), default=0.0)
     steady = median(times[len(times) // 3 :])

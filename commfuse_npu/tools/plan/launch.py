@@ -1,6 +1,7 @@
 """The launch in question, from a configuration, a command line or a script; its training."""
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,15 @@ from commfuse_npu.tools.simulate.variants import FORMS, Variant
 
 _ASSUMED_VOCABULARY = 32000
 """Tokenizers are not read here."""
+_VOCABULARIES = {
+    "llama2": 32000,
+    "llama3": 128256,
+    "baichuan2": 125696,
+    "gpt2bpetokenizer": 50257,
+}
+"""By model family or kind of tokenizer: ``vocab_size`` in the published ``config.json`` of
+meta-llama/Llama-2-7b-hf, meta-llama/Meta-Llama-3-8B, baichuan-inc/Baichuan2-13B-Base and
+openai-community/gpt2."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,7 @@ def ask_about(
         launch = read_launch(words, environ=variables, per_node=per_node)
     else:
         launch = Launch("", Options(words), None, None, Path(), registers=True)
+    size, note = _vocabulary(launch.options, words)
     launch = replace(launch, environment={**variables, **launch.environment})
     if per_node is not None and launch.per_node not in (None, per_node):
         raise UsageError(
@@ -91,13 +102,26 @@ def ask_about(
         name = config.stem
         launch = replace(launch, registers=True)
     else:
-        # The last value counts, so given options come after assumed ones.
-        model = ModelConfig.from_options(["--vocab-size", str(_ASSUMED_VOCABULARY), *words])
         if {"--vocab-size", "--padded-vocab-size"}.isdisjoint(launch.options.names):
-            note = f"no --vocab-size: simulated with {_ASSUMED_VOCABULARY} tokens"
             launch = replace(launch, notes=[*launch.notes, note])
+        # The last value counts, so given options come after assumed ones.
+        model = ModelConfig.from_options(["--vocab-size", str(size), *words])
         name = f"a model of {model.num_layers} layers of {model.hidden_size}"
     return AskedLaunch(name, replace(launch, options=Options(words)), model, _fuse_options(words))
+
+
+def _vocabulary(options: Options, words: Sequence[str]) -> tuple[int, str]:
+    """Size by the names of tokenizer, weights or script, and a note on it."""
+    names = "--tokenizer-name-or-path", "--tokenizer-model", "--load", "--tokenizer-type"
+    scripts = ("/".join(Path(word).parts[-2:]) for word in words[:2])
+    for text in (*(options.text(name) or "" for name in names), *scripts):
+        plain = re.sub("[-_ ]", "", text.lower())
+        for family, size in _VOCABULARIES.items():
+            # Models of all families have a Llama2Tokenizer.
+            if re.search(f"{family}(?!tokenizer)", plain):
+                return size, f"vocabulary {size:,}, that of {family}"
+    note = f"no --vocab-size: simulated with {_ASSUMED_VOCABULARY} tokens"
+    return _ASSUMED_VOCABULARY, note
 
 
 def _fuse_options(words: Sequence[str]) -> argparse.Namespace:
