@@ -109,7 +109,7 @@ class Machine:
         """Seconds to send a block of ``size`` bytes from each rank of a node to every other one."""
         return self.inside.latency + (ranks - 1) * size / self.inside.into(max(2, ranks))
 
-    def host(self, launches: int, posts: int, events: int) -> float:
+    def host(self, launches: float, posts: int, events: int) -> float:
         """Seconds that launches, posts and events take on the launching thread."""
         launched = launches * self.launch_overhead + posts * self.post_overhead
         return launched + events * self.event_overhead

@@ -15,6 +15,7 @@ from commfuse_npu.tools.launch_script.options import Options
 from commfuse_npu.tools.model_config import ModelConfig, known_options
 from commfuse_npu.tools.simulate.attention import Latent
 from commfuse_npu.tools.simulate.experts import Experts
+from commfuse_npu.tools.simulate.lora import Lora
 from commfuse_npu.tools.simulate.training import Kind, Training, layer_shape
 from commfuse_npu.tools.simulate.variants import FORMS, Variant
 
@@ -163,8 +164,9 @@ _LEFT_OUT = {
     "--layerwise-disaggregated-training": "that layout",
 }
 _ROUGH = {
-    "--lora-target-modules": "as if all weights were trained",
-    "--no-pad-to-seq-lengths": "as if all samples had the full length",
+    "--lu-lora-final-layer-index": "as if backpropagation trained all adapters",
+    "--no-pad-to-seq-lengths": "as if all samples had --seq-length tokens, as theirs are unknown; "
+    "for usual steps plan a copy of the script with their mean length",
     "--mtp-num-layers": "without layers of multi-token prediction",
     "--full-attention-interval": "as if every layer had full attention",
     "--swap-attention": "as if no activation was swapped to the host",
@@ -178,6 +180,10 @@ _ROUGH = {
     "--commfuse-ulysses": "with blocking exchanges of heads",
 }
 """Options that the simulator does not support, and how a step is simulated instead."""
+_BATCH = 13
+"""Launches that make a micro-batch of SFT: two broadcasts with their copies, the loss mask, and the
+attention mask (counted by hand in MindSpeed-LLM 26.1.0, ``sft_trainer.py``; 10 for packed samples).
+The host waits for the first broadcast."""
 _STAGES = ("dpo", "rm", "ppo", "simpo", "orm", "prm", "grpo")
 _CONTEXT = ("megatron_cp_algo", "ulysses_cp_algo")
 
@@ -239,6 +245,7 @@ def training_of(launch: AskedLaunch) -> Training:
         gated="--swiglu" in options,
         causal=options.text("--attention-mask-type") != "general",
         sequence_parallel=model.uses_sequence_parallel,
+        lora=_lora(options),
     )
     return Training(
         model,
@@ -251,6 +258,8 @@ def training_of(launch: AskedLaunch) -> Training:
         overlaps=("--overlap-grad-reduce" in options, "--overlap-param-gather" in options),
         reuses="--reuse-fp32-param" in options,
         gradient_bytes=2 if "--fp16" in options else 4,
+        batch_launches=_BATCH if options.text("--stage") == "sft" else 0,
+        shapes="--no-pad-to-seq-lengths" in options,
     )
 
 
@@ -314,6 +323,17 @@ def _experts(launch: AskedLaunch) -> Experts | None:
         gathers=options.text("--moe-token-dispatcher-type") in (None, "allgather"),
         grouped="--moe-grouped-gemm" in options,
         halves=2 if "--swiglu" in options else 1,
+    )
+
+
+def _lora(options: Options) -> Lora | None:
+    if not (targets := options.values("--lora-target-modules")):
+        return None
+    return Lora(
+        options.number("--lora-r", 16),
+        frozenset(targets),
+        fused="--lora-fusion" in options,
+        quantized="--qlora" in options,
     )
 
 

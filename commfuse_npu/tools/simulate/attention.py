@@ -106,7 +106,8 @@ class Latent:
         for number, sizes in enumerate(self._products(rank, rows, held, hidden)):
             tokens, inputs, outputs = sizes
             rank.gemm(f"latent {number} backward", tokens, outputs, inputs)
-            rank.gemm(f"latent {number} wgrad", outputs, tokens, inputs, launches=2)
+            if rank.lora is None:
+                rank.gemm(f"latent {number} wgrad", outputs, tokens, inputs, launches=2)
         self._gather(rank, held)
 
     def _gather(self, rank: Rank, held: int) -> None:

@@ -4,6 +4,8 @@ They are simulated event by event for one tensor-parallel group, which represent
 Results are cached by all their inputs, so that layouts, stages and variants share them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -65,6 +67,12 @@ class ChunkTime(NamedTuple):
     def alone(self) -> float:
         """Seconds of a micro-batch by itself."""
         return self.forward + self.backward
+
+    def longer(self, forward: float, backward: float) -> ChunkTime:
+        """The same with more work, in seconds."""
+        pair = None if self.pair is None else self.pair + forward + backward
+        last = self.last + backward
+        return ChunkTime(self.forward + forward, self.backward + backward, last, pair)
 
     @property
     def repeated(self) -> float:

@@ -54,10 +54,6 @@ class Experts:
         """Number of experts on a rank."""
         return self.number // self.parallel
 
-    def parameters(self, hidden: int) -> float:
-        """Number of parameters of one rank's experts."""
-        return self.local * (self.halves + 1.0) * hidden * self.width / self.tensor
-
     def transfers(self, machine: Machine, tokens: int, hidden: int) -> float:
         """Seconds of one direction, to the experts or back."""
         row = float(hidden * ITEM_BYTES)
@@ -75,7 +71,7 @@ class Experts:
         launches = round(rank.machine.expert_launches)
         rank.gemm("router", tokens, hidden, self.number, launches=launches)
         self._exchange(rank, "dispatch", tokens, hidden)
-        for name, inputs, outputs in self._layers(hidden):
+        for name, inputs, outputs in self.layers(hidden):
             self._products(rank, name, tokens, inputs, outputs)
         self._activation(rank, tokens, self.halves + 1)
         self._exchange(rank, "combine", tokens, hidden)
@@ -83,19 +79,21 @@ class Experts:
     def backward(self, rank: Rank, tokens: int, hidden: int) -> None:
         """Add the backward for ``tokens`` tokens of this rank."""
         self._exchange(rank, "combine backward", tokens, hidden)
-        for name, inputs, outputs in reversed(self._layers(hidden)):
+        for name, inputs, outputs in reversed(self.layers(hidden)):
             self._products(rank, f"{name} backward", tokens, outputs, inputs)
-            self._products(rank, f"{name} wgrad", tokens, inputs, outputs, wgrad=True)
+            if rank.lora is None:
+                self._products(rank, f"{name} wgrad", tokens, inputs, outputs, wgrad=True)
         self._activation(rank, tokens, 2 * self.halves + 1)
         self._exchange(rank, "dispatch backward", tokens, hidden)
-        seconds = 2 * rank.machine.gemm(tokens, hidden, self.number)
+        products = 2 if rank.lora is None else 1
+        seconds = products * rank.machine.gemm(tokens, hidden, self.number)
         launches = round(_BACKWARD * rank.machine.expert_launches)
         rank.compute("router backward", seconds, launches=launches)
 
-    def _layers(self, hidden: int) -> tuple[tuple[str, int, int], ...]:
-        """Name, input width and output width of each product of an expert."""
+    def layers(self, hidden: int) -> tuple[tuple[str, int, int], ...]:
+        """Name, input width and output width of each product of an expert on one rank."""
         width = self.width // self.tensor
-        return ("experts 1", hidden, self.halves * width), ("experts 2", width, hidden)
+        return ("fc1 of experts", hidden, self.halves * width), ("fc2 of experts", width, hidden)
 
     def _activation(self, rank: Rank, tokens: int, widths: int) -> None:
         elements = widths * tokens * self.each * self.tensor * (self.width // self.tensor)

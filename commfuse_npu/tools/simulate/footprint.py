@@ -3,7 +3,9 @@
 Per parameter of an NPU: 2 bytes of weight (bf16), 4 of gradient (fp32; 2 with ``--fp16``), and 12
 of Adam (master weight and two moments in fp32; 10 with ``--reuse-fp32-param``, whose master weights
 keep only the bits that the bf16 weights lack), divided over the data-parallel ranks by Megatron's
-distributed optimizer.  Activations per layer and micro-batch are what its backward needs, in bf16::
+distributed optimizer.  With LoRA only adapters have gradients and optimizer states; their narrow
+activations are not counted.  Activations per layer and micro-batch are what its backward needs, in
+bf16::
 
     rows / tp * 2 * (4 H       the inputs of both norms, qkv and fc1, split along the sequence
                      + QKV     queries, keys, values
@@ -42,6 +44,8 @@ USABLE = 0.9
 
 _ADAM = 12
 _ADAM_REUSED = 10
+_QUANTIZED = 4.127 / 8
+"""Bytes of a 4-bit weight with its constants (QLoRA, arXiv 2305.14314, section 3)."""
 _STATISTICS = 2 * 8 * 4
 _LOGITS = 2 + 4
 """Bytes per logit: in bf16, and in fp32 for the loss; its gradient reuses that memory."""
@@ -95,7 +99,8 @@ def footprint(training: Training, variant: Variant, hardware: Hardware) -> Footp
 def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, float, float, float]:
     shape = training.shape
     layout = training.layout
-    everyone, experts = training.parameters(stage)
+    parameters = sum(training.parameters(stage))
+    trained = training.parameters(stage, trained=True)
     order = layout.pp, stage, layout.vpp, training.micro_batches
     paired = variant.pairs(layout)
     held = most_in_flight(slots(*order)) if paired else in_flight_without(*order)
@@ -113,15 +118,19 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
     if training.recomputes:
         ahead = in_turns and training.recomputed_layers(stage) > 1
         activations += (2 if ahead else 1) * max(whole.values())
-    if in_turns:
+    if in_turns and shape.lora is None:
         activations += max(_waiting(training, kind) for kind in layers)
     if stage == layout.pp - 1:
         activations += _LOGITS * shape.rows / layout.tp * shape.vocabulary
-    parameters = everyone + experts
-    shared = training.with_states(everyone, experts)
+    weights = ITEM_BYTES * parameters
+    if shape.lora is not None:
+        weights += ITEM_BYTES * sum(trained)
+        if shape.lora.quantized:
+            linear = parameters - training.tables(stage) * training.table
+            weights -= (ITEM_BYTES - _QUANTIZED) * linear
     adam = _ADAM_REUSED if training.reuses else _ADAM
-    gradients = training.gradient_bytes * parameters
-    return ITEM_BYTES * parameters, gradients, adam * shared, activations
+    gradients = training.gradient_bytes * sum(trained)
+    return weights, gradients, adam * training.with_states(*trained), activations
 
 
 def _kept(training: Training, kind: Kind) -> float:
@@ -147,20 +156,10 @@ def _waiting(training: Training, kind: Kind) -> float:
     if kind == "none":
         return 0.0
     shape = training.shape_of(kind)
-    rows = shape.rows
-    h = shape.hidden
-    qkv = shape.qkv // shape.ranks
+    operands = [max(rows) * (inputs + outputs) for _, inputs, outputs, rows, *_ in shape.weights]
     if shape.latent is not None:
-        qkv += shape.latent.kept(shape.ranks) // shape.ranks
-    operands = [rows * (h + qkv), rows * (shape.inner + h)]
-    if shape.dense:
-        operands += [rows * (h + shape.halves * shape.dense), rows * (shape.dense + h)]
-    if experts := shape.experts:
-        sent = shape.held * experts.each
-        width = experts.width // experts.tensor
-        operands += [
-            sent * experts.tensor * (h + widths) for widths in (experts.halves * width, width)
-        ]
+        qkv = shape.qkv + shape.latent.kept(shape.ranks)
+        operands[0] = shape.rows * (shape.hidden + qkv // shape.ranks)
     return ITEM_BYTES * sum(sorted(operands)[-MOST_WEIGHT_GRADIENTS:])
 
 

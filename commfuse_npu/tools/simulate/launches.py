@@ -60,7 +60,7 @@ class Operation(NamedTuple):
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
     after: tuple[int, ...] = ()
-    launches: int = 1
+    launches: float = 1
     posts: int = 0
     events: int = 0
 

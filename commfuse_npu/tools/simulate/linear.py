@@ -10,12 +10,15 @@ are the features of this rank's weight ``[outputs, inputs]``.
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 from commfuse_npu.plan import Schedule, split
 from commfuse_npu.plan.rules import ColumnBackward, GatherGemm, GemmScatter
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate import mc2
+from commfuse_npu.tools.simulate.group import simulate
 from commfuse_npu.tools.simulate.rank import Rank, rest
+from commfuse_npu.tools.simulate.variants import MC2
 
 
 def column(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
@@ -29,6 +32,8 @@ def column(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
 
 def row(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     """GEMM -> reduce-scatter of the product; later operations wait for the sums."""
+    if _in_kernel(rank, name, mc2.gemm_scatter, rows, inputs, outputs):
+        return
     if not _fused(rank, name):
         _gemm_scatter(rank, name, rows, inputs, outputs)
         return
@@ -42,6 +47,10 @@ def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int
     Yields at the point up to which it may start early: when fused, after the transfers of the input
     have started; otherwise at once.
     """
+    if rank.lora is not None:
+        yield
+        _gemm_scatter(rank, name, rows, outputs, inputs)
+        return
     least = rank.variant.collectives_from
     if _fused(rank, name) and (least is None or outputs < least):
         spec = rank.spec(name)
@@ -52,7 +61,7 @@ def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int
         yield from rank.run(name, program, columns, strided=strided)
         return
     yield
-    waits = _gathered(rank, f"{name} re-gather", rows * inputs)
+    waits = rank.gathered(f"{name} re-gather", rows * inputs)
     if rank.variant.kind == "plain":
         rank.need(waits)
     _gemm_scatter(
@@ -74,6 +83,10 @@ def row_gradients(
     Args:
         before: the backward of the preceding column-parallel layer, started before wgrad.
     """
+    if rank.lora is not None:
+        if not _in_kernel(rank, name, mc2.gather_gemm, rows, outputs, inputs):
+            _gather_gemm(rank, name, rows, outputs, inputs)
+        return
     if not _fused(rank, name):
         waits = _gather_gemm(rank, name, rows, outputs, inputs)
         rank.gemm(f"{name} wgrad", outputs, rows * rank.size, inputs, waits)
@@ -87,6 +100,17 @@ def row_gradients(
 
 def _fused(rank: Rank, name: str) -> bool:
     return rank.size > 1 and rank.sequence_parallel and isinstance(rank.way(name), Schedule)
+
+
+def _in_kernel(rank: Rank, name: str, part: Callable[..., Any], *sizes: int) -> bool:
+    """Add MC2's kernel as one operation, if the layer is fused with its adapter."""
+    lora = rank.lora
+    runs = lora is not None and lora.fused and lora.adapts(name) and mc2.supports(rank, sizes[1])
+    if not runs or rank.variant.kind == "compute":
+        return False
+    kernel = simulate(rank.links, MC2, lambda own: part(own, name, *sizes), steady=True)
+    rank.compute(name, kernel.device)
+    return True
 
 
 # ------------------------------------------------------------------------ without programs
@@ -105,11 +129,6 @@ def _reorder(rank: Rank, name: str, rows: int, columns: int) -> None:
     rank.elementwise(f"{name} reorder", 2 * rows * rank.size * columns)
 
 
-def _gathered(rank: Rank, name: str, numbers: int) -> tuple[int, ...]:
-    """Gather ``numbers`` elements of every rank; returns the operations to wait for."""
-    return rank.collective(name, numbers * ITEM_BYTES) if rank.sequence_parallel else ()
-
-
 def _gather_gemm(rank: Rank, name: str, rows: int, inner: int, outer: int) -> tuple[int, ...]:
     """Add the gather and the GEMM; returns what to wait for until all rows have arrived."""
     kind = rank.variant.kind
@@ -121,7 +140,7 @@ def _gather_gemm(rank: Rank, name: str, rows: int, inner: int, outer: int) -> tu
     if kind == "mc2" and mc2.supports(rank, inner):
         return mc2.gather_gemm(rank, name, rows, inner, outer)
     slices = _slices(rank, name, rows)
-    arrivals = [_gathered(rank, f"{name} gather", part * inner) for part in slices]
+    arrivals = [rank.gathered(f"{name} gather", part * inner) for part in slices]
     for part, waits in zip(slices, arrivals, strict=True):
         rank.gemm(name, part * n, inner, outer, waits)
     if len(slices) > 1:
@@ -158,10 +177,7 @@ def _gemm_scatter(
         _reorder(rank, name, rows, inner)
     for part in slices:
         rank.gemm(name, part * n, inner, outer)
-        size = part * outer * ITEM_BYTES
-        waits = rank.collective(f"{name} scatter", size, sums=True)
-        if not rank.sequence_parallel:
-            waits = rank.collective(f"{name} gather", size, launches=0)
+        waits = rank.summed(f"{name} scatter", part * outer)
     if kind == "plain":
         rank.need(waits)
         waits = ()

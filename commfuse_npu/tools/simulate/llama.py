@@ -27,6 +27,7 @@ from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import linear
 from commfuse_npu.tools.simulate.attention import Latent, attend
 from commfuse_npu.tools.simulate.experts import Experts
+from commfuse_npu.tools.simulate.lora import Lora, Weight, adapt
 from commfuse_npu.tools.simulate.rank import Rank, rest
 
 _ROTARY = 19, 7
@@ -57,6 +58,7 @@ class LayerShape:
         causal: whether a query sees only the keys up to its own position.
         ulysses: whether context parallelism exchanges heads instead of circulating keys.
         latent, experts: replace queries, keys and values, and the feed-forward part.
+        lora: adapters, if all other weights are frozen.
     """
 
     sequence: int
@@ -75,6 +77,7 @@ class LayerShape:
     ulysses: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
+    lora: Lora | None = None
 
     @property
     def contexts(self) -> int:
@@ -96,6 +99,24 @@ class LayerShape:
         """Feed-forward width on one rank for all tokens; with experts, that of the shared ones."""
         shared = self.feed_forward if self.experts is None else self.experts.shared
         return shared // self.ranks
+
+    @property
+    def weights(self) -> list[Weight]:
+        """The weights of the linear layers, of latent attention its narrow product's."""
+        h = self.hidden
+        ends = self.held, self.rows
+        qkv = Weight("qkv", h, self.qkv // self.ranks, ends)
+        if self.latent is not None:
+            qkv = Weight("qkv", h, self.latent.narrow, (self.held, self.held), split=False)
+        weights = [qkv, Weight("proj", self.inner, h, ends[::-1])]
+        if self.dense:
+            weights.append(Weight("fc1", h, self.halves * self.dense, ends))
+            weights.append(Weight("fc2", self.dense, h, ends[::-1]))
+        if experts := self.experts:
+            sent = self.held * experts.each * experts.tensor
+            for layer in experts.layers(h):
+                weights.append(Weight(*layer, (sent, sent), experts.local, split=False))
+        return weights
 
     @property
     def halves(self) -> int:
@@ -135,6 +156,11 @@ class LayerShape:
         return machine.attention(flops * factor) * (1 + machine.half_rows / queries)
 
 
+def _set_up(rank: Rank, shape: LayerShape) -> None:
+    rank.sequence_parallel = shape.sequence_parallel
+    rank.lora = shape.lora
+
+
 def forward(rank: Rank, shape: LayerShape, *, whole: bool = True) -> None:
     """Add a layer's forward.
 
@@ -147,7 +173,7 @@ def forward(rank: Rank, shape: LayerShape, *, whole: bool = True) -> None:
     h = shape.hidden
     qkv = shape.qkv // shape.ranks
     width = shape.dense
-    rank.sequence_parallel = shape.sequence_parallel
+    _set_up(rank, shape)
     rank.elementwise("norm", 2 * held * h)
     if shape.latent is not None:
         shape.latent.forward(rank, rows, held, h)
@@ -165,6 +191,7 @@ def forward(rank: Rank, shape: LayerShape, *, whole: bool = True) -> None:
         if whole:
             linear.row(rank, "fc2", block, width, h)
     rank.elementwise("residual", 3 * held * h)
+    adapt(rank, shape)
 
 
 def recomputation(rank: Rank, shape: LayerShape) -> None:
@@ -180,7 +207,8 @@ def backward(rank: Rank, shape: LayerShape) -> None:
     h = shape.hidden
     qkv = shape.qkv // shape.ranks
     width = shape.dense
-    rank.sequence_parallel = shape.sequence_parallel
+    norm = _NORM + _ADDED if shape.lora is None else _NORM - 1
+    _set_up(rank, shape)
     if shape.experts is not None:
         shape.experts.backward(rank, held, h)
     if width:
@@ -188,7 +216,7 @@ def backward(rank: Rank, shape: LayerShape) -> None:
         linear.row_gradients(rank, "fc2 backward", block, width, h, fc1)
         rank.elementwise("activation backward", rows * (2 * shape.halves + 1) * width)
         rest(fc1)
-    rank.elementwise("norm backward", 4 * held * h, _NORM + _ADDED)
+    rank.elementwise("norm backward", 4 * held * h, norm)
     qkv_gradients = linear.column_gradients(rank, "qkv backward", block, h, qkv)
     before = qkv_gradients if shape.latent is None else None
     linear.row_gradients(rank, "proj backward", block, shape.inner, h, before)
@@ -198,7 +226,8 @@ def backward(rank: Rank, shape: LayerShape) -> None:
         shape.latent.backward(rank, rows, held, h)
     else:
         rest(qkv_gradients)
-    rank.elementwise("norm backward", 4 * held * h, _NORM + _ADDED)
+    rank.elementwise("norm backward", 4 * held * h, norm)
+    adapt(rank, shape, backward=True)
 
 
 def head_forward(rank: Rank, shape: LayerShape) -> None:
@@ -208,7 +237,7 @@ def head_forward(rank: Rank, shape: LayerShape) -> None:
     quotient), its backward 14 (times the gradient; to bf16): read in Megatron core 0.12.1.
     """
     v = shape.vocabulary // shape.ranks
-    rank.sequence_parallel = shape.sequence_parallel
+    _set_up(rank, shape)
     rank.elementwise("norm", 2 * shape.held * shape.hidden)
     linear.column(rank, "output", shape.block, shape.hidden, v)
     rank.elementwise("loss", 19 * shape.rows * v, _LOSS[0])
@@ -217,7 +246,7 @@ def head_forward(rank: Rank, shape: LayerShape) -> None:
 def head_backward(rank: Rank, shape: LayerShape) -> None:
     """Add the backward of :func:`head_forward`."""
     v = shape.vocabulary // shape.ranks
-    rank.sequence_parallel = shape.sequence_parallel
+    _set_up(rank, shape)
     rank.elementwise("loss backward", 7 * shape.rows * v, _LOSS[1])
     rest(linear.column_gradients(rank, "output backward", shape.block, shape.hidden, v))
     rank.elementwise("norm backward", 4 * shape.held * shape.hidden)

@@ -42,6 +42,7 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.schedule import RankSpec, Schedule
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Links, Message, Operation
+from commfuse_npu.tools.simulate.lora import Lora
 from commfuse_npu.tools.simulate.variants import Variant, Way
 
 _COLLECTIVE = "collective"
@@ -68,6 +69,7 @@ class Rank:
         operations: the host's launches, in order.
         ways: how each operation was run, by name.
         sequence_parallel: whether the rank has only a block of the rows outside of linear layers.
+        lora: adapters, if the other weights are frozen.
     """
 
     def __init__(self, links: Links, rank: int, variant: Variant, prefix: str = "") -> None:
@@ -79,6 +81,7 @@ class Rank:
         self.operations: list[Operation] = []
         self.ways: dict[str, Way] = {}
         self.sequence_parallel = True
+        self.lora: Lora | None = None
         self._prefix = prefix
         self._prefixes = 0
         self._last: dict[str, int] = {}
@@ -103,7 +106,7 @@ class Rank:
         name: str,
         seconds: float,
         after: Iterable[int] = (),
-        launches: int = 1,
+        launches: float = 1,
         *,
         engine: str = COMPUTE,
         events: int = 0,
@@ -121,12 +124,12 @@ class Rank:
         inner: float,
         outer: float,
         after: Iterable[int] = (),
-        launches: int = 1,
+        launches: float = 1,
     ) -> None:
         """Add ``[rows, inner] @ [inner, outer]``."""
         self.compute(name, self.machine.gemm(rows, inner, outer), after, launches)
 
-    def elementwise(self, name: str, elements: float, launches: int = 1) -> None:
+    def elementwise(self, name: str, elements: float, launches: float = 1) -> None:
         """Add work that reads and writes so many elements in all."""
         self.compute(name, self.machine.memory(elements * ITEM_BYTES), launches=launches)
 
@@ -181,6 +184,20 @@ class Rank:
         me = self.rank
         ends = [((me + step) % n, (me - step) % n) for step in range(1, n)]
         return self.send(name, size, ends, (), launches)
+
+    def gathered(self, name: str, numbers: int) -> tuple[int, ...]:
+        """Gather ``numbers`` elements of every rank; returns the operations to wait for."""
+        return self.collective(name, numbers * ITEM_BYTES) if self.sequence_parallel else ()
+
+    def summed(self, name: str, numbers: int) -> tuple[int, ...]:
+        """Sum blocks of ``numbers`` elements; returns the operations to wait for.
+
+        Without sequence parallelism every rank gets all sums.
+        """
+        waits = self.collective(name, numbers * ITEM_BYTES, sums=True)
+        if self.sequence_parallel:
+            return waits
+        return self.collective(f"{name}, gather", numbers * ITEM_BYTES, launches=0)
 
     def elsewhere(self, name: str, seconds: float, launches: int = 1) -> tuple[int, ...]:
         """Collectives of another group that take ``seconds``; returns what to wait for."""

@@ -20,7 +20,7 @@ from functools import lru_cache, partial
 
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import llama
-from commfuse_npu.tools.simulate.chunks import KINDS, Chunks
+from commfuse_npu.tools.simulate.chunks import KINDS, Chunks, ChunkTime
 from commfuse_npu.tools.simulate.group import collective_seconds, simulate
 from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
@@ -45,23 +45,22 @@ class TrainingStep(Chunks):
 
     def time(self, variant: Variant) -> float:
         """Seconds of a step."""
+        seconds = self._seconds(variant)
+        # A launch times steps each way, and keeps the faster one.
+        return seconds if variant.alone is None else min(seconds, self.time(variant.alone))
+
+    def _seconds(self, variant: Variant) -> float:
+        """Seconds of a step in this form."""
         training = self.training
-        chunks = [self.chunk(variant, place) for place in range(len(training.places))]
+        chunks = self._chunks(variant)
         forwards = [chunk.forward for chunk in chunks]
         backwards = [chunk.backward for chunk in chunks]
         pairs = [chunk.pair for chunk in chunks if chunk.pair is not None]
-        head = _head(self.machine, training.shape, variant)
-        embedding = self._embedding(variant)
-        for passes, last in zip((forwards, backwards), head, strict=True):
-            passes[-1] += last
-            passes[0] += embedding
         pipeline = training.micro_batches, self._between_stages, training.vpp
         main = self.layer_time(variant.alone or variant, max(training.kinds, key=KINDS.index))
         f = main.forward
         b = main.backward * (1 + training.recomputes)
         if pairs:
-            pairs[-1] += sum(head)
-            pairs[0] += 2 * embedding
             ends = side_by_side(forwards, backwards, pairs, *pipeline)
             f, b = (part * sum(pairs) / sum([*forwards, *backwards]) for part in (f, b))
         else:
@@ -70,9 +69,19 @@ class TrainingStep(Chunks):
         late = (time + tail for time, (tail, _) in zip(ends, buckets, strict=True))
         # The last micro-batch passes through all chunks.
         longer = sum(chunk.last - chunk.backward for chunk in chunks)
-        end = max(late) + longer + buckets[0][1] + self._optimizer
-        # A launch times steps each way, and keeps the faster one.
-        return end if variant.alone is None else min(end, self.time(variant.alone))
+        return max(late) + longer + buckets[0][1] + self._optimizer
+
+    def _chunks(self, variant: Variant) -> list[ChunkTime]:
+        """The chunks, with what the host does before them, the embedding and the head."""
+        training = self.training
+        batch = self.machine.host(training.batch_launches, 0, 0)
+        places = range(len(training.places))
+        chunks = [self.chunk(variant, place).longer(batch, 0.0) for place in places]
+        chunks[-1] = chunks[-1].longer(*_head(self.machine, training.shape, variant))
+        embedding = self._embedding(variant)
+        # A frozen one has no gradient.
+        chunks[0] = chunks[0].longer(embedding, 0.0 if training.shape.lora else embedding)
+        return chunks
 
     # ------------------------------------------------------------------- parts
 
@@ -93,12 +102,12 @@ class TrainingStep(Chunks):
         """
         training = self.training
         layout = self.training.layout
-        table = [(training.table, 0.0, 0.0)]
+        table = [] if training.shape.lora else [(training.table, 0.0, 0.0)]
         first = int(stage == 0)
         everyone = table * first
         experts = list[Weights]()
         for kind, count in training.of_stage(stage).items():
-            own, of_experts = training.parameters_of(kind)
+            own, of_experts = training.parameters_of(kind, trained=True)
             everyone += [(own, forward, backward)] * count
             experts += [(of_experts, forward, backward)] * count * bool(of_experts)
         everyone += table * (training.tables(stage) - first)
@@ -121,15 +130,18 @@ class TrainingStep(Chunks):
         if layout.pp == 1:
             return 0.0
         level = Links(self.machine, 2, layout.npus // layout.pp).level(0, 1)
-        return level.latency + shape.block * shape.row_bytes / level.rate
+        # A copy of the shape to the device and one back, and a post of both stages.
+        shapes = self.machine.host(2, 2, 0) if self.training.shapes else 0.0
+        return shapes + level.latency + shape.block * shape.row_bytes / level.rate
 
     @property
     def _optimizer(self) -> float:
         """Seconds of Adam.  Per parameter of this NPU's share it reads and writes 12 bytes of state
         (weight and two moments in fp32), reads the gradient and writes the bf16 weight."""
         training = self.training
-        stages = map(training.parameters, range(training.layout.pp))
-        parameters = max(training.with_states(*stage) for stage in stages)
+        stages = range(training.layout.pp)
+        trained = (training.parameters(stage, trained=True) for stage in stages)
+        parameters = max(training.with_states(*stage) for stage in trained)
         return self.machine.memory(parameters * (2 * 12 + _GRADIENT_BYTES + ITEM_BYTES))
 
 

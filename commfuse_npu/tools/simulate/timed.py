@@ -101,8 +101,7 @@ class Timed:
         """The cells of a table by column: the ``first`` is bold, the ``reference`` the one that
         others save time against."""
         mark = "**" if self is first else ""
-        model = self.training.model
-        tokens = model.seq_length * model.global_batch_size / self.training.layout.npus
+        tokens = self.training.tokens / self.training.layout.npus
         return {
             **self._sizes,
             "recompute": "full" if self.training.recomputes else "none",

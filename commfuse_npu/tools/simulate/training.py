@@ -45,6 +45,8 @@ class Training:
             the forward.
         reuses: whether the bf16 weights are part of the fp32 ones (``--reuse-fp32-param``).
         gradient_bytes: per gradient element.
+        batch_launches: host launches that make a micro-batch for a chunk while the device waits.
+        shapes: whether stages exchange shapes, and wait for them, before every transfer.
     """
 
     model: ModelConfig
@@ -57,6 +59,8 @@ class Training:
     overlaps: tuple[bool, bool] = (True, True)
     reuses: bool = False
     gradient_bytes: int = 4
+    batch_launches: int = 0
+    shapes: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -112,6 +116,11 @@ class Training:
         """Micro-batches per step and data-parallel replica."""
         return self.model.global_batch_size // (self.model.micro_batch_size * self.layout.dp)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, over all replicas."""
+        return self.model.seq_length * self.model.global_batch_size
+
     def shape_of(self, kind: Kind) -> LayerShape:
         return self.shape if kind == "experts" else replace(self.shape, experts=None)
 
@@ -122,21 +131,31 @@ class Training:
         """Parameters per NPU of the embedding, or of the output layer."""
         return self.shape.vocabulary * self.shape.hidden / self.shape.ranks
 
-    def parameters_of(self, kind: Kind) -> tuple[float, float]:
-        """Parameters per NPU in a layer: those used by all tokens, and those of its experts."""
-        shape = self.shape_of(kind)
+    def parameters_of(self, kind: Kind, trained: bool = False) -> tuple[float, float]:
+        """Parameters per NPU in a layer: those used by all tokens, and those of its experts.
+
+        Args:
+            trained: with frozen weights, those of adapters instead.
+        """
         if kind == "none":
             return 0.0, 0.0
+        shape = self.shape_of(kind)
         h = shape.hidden
-        tp = shape.ranks
-        experts = shape.experts
-        attention = h * (shape.qkv + shape.inner * tp)
-        if shape.latent is not None:
-            per_feature, besides = shape.latent.parameters
-            attention = h * per_feature + besides
-        own, router = (experts.parameters(h), h * experts.number) if experts else (0.0, 0)
-        dense = h * (shape.halves + 1) * shape.dense * tp + attention
-        return dense / tp + router + 2 * h, own
+        lora = shape.lora if trained else None
+        own = of_experts = 0.0
+        if lora is None:
+            own = 2.0 * h + (h * shape.experts.number if shape.experts else 0)
+            if latent := shape.latent:
+                per_feature, besides = latent.parameters
+                own += (h * per_feature + besides) / shape.ranks - h * (latent.narrow + shape.inner)
+        for weight in shape.weights:
+            size = weight.inputs * weight.outputs
+            if lora is not None:
+                narrow = lora.rank if lora.adapts(weight.name) else 0
+                size = narrow * (weight.inputs + weight.outputs)
+            own += 0 if weight.experts else size
+            of_experts += weight.experts * size
+        return own, of_experts
 
     def tables(self, stage: int) -> int:
         """Number of the vocabulary's tables on a pipeline stage: embedding and output layer."""
@@ -144,12 +163,18 @@ class Training:
         tied = not self.model.untie_embeddings_and_output_weights
         return (stage == 0) + (stage == last and not (tied and stage == 0))
 
-    def parameters(self, stage: int) -> tuple[float, float]:
-        """:meth:`parameters_of`, summed over a pipeline stage, with the vocabulary's tables."""
+    def parameters(self, stage: int, trained: bool = False) -> tuple[float, float]:
+        """:meth:`parameters_of`, summed over a pipeline stage, with the vocabulary's tables.
+
+        Args:
+            trained: with frozen weights, those of adapters instead.
+        """
         everyone = self.tables(stage) * self.table
+        if trained and self.shape.lora is not None:
+            everyone = 0.0
         experts = 0.0
         for kind, count in self.of_stage(stage).items():
-            own, of_experts = self.parameters_of(kind)
+            own, of_experts = self.parameters_of(kind, trained)
             everyone = everyone + count * own
             experts = experts + count * of_experts
         return everyone, experts

@@ -33,13 +33,22 @@ def test_measured_steps_stand_beside_simulated_ones(tmp_path: Path, capsys) -> N
     assert isinstance(step, steps.Measured)
     hardware = Hardware.load(find_config("ascend_910b_server", "hardware"))
     machine, host = hardware.machine(), hardware.launching(5e-5).machine()
+    unpadded = "--stage sft --no-pad-to-seq-lengths --data-path /data/alpaca/train"
     folder = checkout(
         tmp_path / "two",
         alpha_small=(LAUNCH, measured(steps.simulated(step, host))),
         beta_small=(LAUNCH, measured(steps.simulated(step, machine) / 1.25)),
-        beta_lora=(f"{LAUNCH} --lora-target-modules linear_qkv", measured(1.0)),
+        beta_swap=(f"{LAUNCH} --swap-attention", measured(1.0)),
+        # Samples of 92 tokens and a template of 12; the longest of 4 has 25 / 12 times as many.
+        beta_alpaca=(
+            f"{LAUNCH} {unpadded} --micro-batch-size 4 --global-batch-size 4",
+            measured(9),
+        ),
         broken=(LAUNCH, "{"),
     )
+    (tuned,) = (s for s in steps.measured([folder]) if getattr(s, "name", "") == "beta_alpaca")
+    assert isinstance(tuned, steps.Measured)
+    assert tuned.training.tokens == 4 * 208
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- begin: steps -->\nold\n<!-- end: steps -->\nafter\n", "utf-8")
     assert steps.main([str(folder), "--fit", "--markdown", str(page)]) == 0
@@ -49,7 +58,9 @@ def test_measured_steps_stand_beside_simulated_ones(tmp_path: Path, capsys) -> N
     assert "| beta_small | 4 1 1 1 | Megatron's order | device |" in text
     assert "| +25% | 1,000 |" in text
     assert "| predicted | device | 1 | 25.0% | 25.0% |" in text
-    assert "| --lora-target-modules: simulated as if all weights were trained | beta_lora |" in text
+    assert "| beta_alpaca | 4 1 1 1 | megatron | host | 9 |" in text
+    assert "| length assumed | host | 1 |" in text
+    assert "simulated as if no activation was swapped to the host | beta_swap |" in text
     assert "| its figures are not JSON | broken |" in text
 
 
