@@ -140,7 +140,7 @@ def attend(rank: Rank, shape: LayerShape, way: int) -> None:
         for remaining in reversed(range(shape.contexts)):
             before = waits
             if remaining:
-                waits = rank.send(RING, transfer, [(rank.rank, rank.rank)], before, 0)
+                waits = rank.send(RING, transfer, [(rank.rank, rank.rank)], before, 0, "cp")
             each = seconds / shape.contexts
             events = EVENTS * passed
             rank.compute(name, each, before, _ROUND[way], posts=passed, events=events)
@@ -156,4 +156,4 @@ def _exchange(rank: Rank, shape: LayerShape, name: str, numbers: float, collecti
     """Deal ``numbers`` elements of every rank out to all ranks."""
     links = Links(rank.machine, shape.contexts, shape.ranks)
     seconds = collective_seconds(links, numbers / shape.contexts * ITEM_BYTES)
-    rank.need(rank.elsewhere(f"exchange of {name}", seconds, collectives))
+    rank.need(rank.elsewhere(f"exchange of {name}", seconds, collectives, "cp"))

@@ -59,6 +59,8 @@ class LayerShape:
         ulysses: whether context parallelism exchanges heads instead of circulating keys.
         latent, experts: replace queries, keys and values, and the feed-forward part.
         lora: adapters, if all other weights are frozen.
+        free: groups whose transfers are left out, to find what they cost: ``tp``, ``cp``, ``ep``,
+            ``dp``, ``pp``.
     """
 
     sequence: int
@@ -78,6 +80,7 @@ class LayerShape:
     latent: Latent | None = None
     experts: Experts | None = None
     lora: Lora | None = None
+    free: tuple[str, ...] = ()
 
     @property
     def contexts(self) -> int:
@@ -159,6 +162,7 @@ class LayerShape:
 def _set_up(rank: Rank, shape: LayerShape) -> None:
     rank.sequence_parallel = shape.sequence_parallel
     rank.lora = shape.lora
+    rank.free = shape.free
 
 
 def forward(rank: Rank, shape: LayerShape, *, whole: bool = True) -> None:

@@ -70,6 +70,7 @@ class Rank:
         ways: how each operation was run, by name.
         sequence_parallel: whether the rank has only a block of the rows outside of linear layers.
         lora: adapters, if the other weights are frozen.
+        free: groups whose transfers are left out: ``tp``, ``cp``, ``ep``.
     """
 
     def __init__(self, links: Links, rank: int, variant: Variant, prefix: str = "") -> None:
@@ -82,6 +83,7 @@ class Rank:
         self.ways: dict[str, Way] = {}
         self.sequence_parallel = True
         self.lora: Lora | None = None
+        self.free: tuple[str, ...] = ()
         self._prefix = prefix
         self._prefixes = 0
         self._last: dict[str, int] = {}
@@ -199,9 +201,11 @@ class Rank:
             return waits
         return self.collective(f"{name}, gather", numbers * ITEM_BYTES, launches=0)
 
-    def elsewhere(self, name: str, seconds: float, launches: int = 1) -> tuple[int, ...]:
+    def elsewhere(
+        self, name: str, seconds: float, launches: int = 1, group: str = "ep"
+    ) -> tuple[int, ...]:
         """Collectives of another group that take ``seconds``; returns what to wait for."""
-        return self.send(name, seconds, [(self.rank, self.rank)], (), launches)
+        return self.send(name, seconds, [(self.rank, self.rank)], (), launches, group)
 
     def send(
         self,
@@ -210,12 +214,13 @@ class Rank:
         ends: Sequence[tuple[int, int]],
         after: Iterable[int],
         launches: int,
+        group: str = "tp",
     ) -> tuple[int, ...]:
         """Send ``size`` bytes to the first rank of each pair and receive them from the second.
 
         To a rank itself: links carry a second of such a message in a second.
         """
-        if not ends or size <= 0 or self.variant.kind == "compute":
+        if not ends or size <= 0 or self.variant.kind == "compute" or group in self.free:
             return ()
         key = self._key(name)
         me = self.rank

@@ -16,7 +16,10 @@ they share links (between nodes they mostly do not), and switches do not block.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import pairwise
+from typing import NamedTuple
 
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import llama
@@ -26,7 +29,7 @@ from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import Variant
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant
 
 _GRADIENT_BYTES = 4
 """Gradients are summed in fp32."""
@@ -40,6 +43,26 @@ def _head(machine: Machine, shape: LayerShape, variant: Variant) -> list[float]:
     return [simulate(links, variant, partial(part, shape=shape)).seconds for part in parts]
 
 
+class StepParts(NamedTuple):
+    """Seconds of a step.
+
+    Attributes:
+        computation: of the stage that computes most, with the optimizer.
+        tp, cp, ep, dp, pp: what transfers of these groups, and how a form hides them, add to it.
+        bubble: of the pipeline.
+        host: what the step is longer with than on a host that launches for free.
+    """
+
+    computation: float
+    tp: float
+    cp: float
+    ep: float
+    dp: float
+    pp: float
+    bubble: float
+    host: float
+
+
 class TrainingStep(Chunks):
     """A training step on a machine."""
 
@@ -48,6 +71,31 @@ class TrainingStep(Chunks):
         seconds = self._seconds(variant)
         # A launch times steps each way, and keeps the faster one.
         return seconds if variant.alone is None else min(seconds, self.time(variant.alone))
+
+    def breakdown(self, variant: Variant) -> StepParts:
+        """The parts of a step; their sum is its time.
+
+        Each kind of transfers costs what the step is longer with them, on a host that launches for
+        free, after those of the kinds before it are left out: DP, PP, EP, CP, TP.
+        """
+        if variant.alone is not None and self.time(variant.alone) <= self._seconds(variant):
+            return self.breakdown(variant.alone)
+        free = replace(self.machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
+        steps = [self]
+        groups = "dp", "pp", "ep", "cp"
+        for number in range(len(groups) + 1):
+            shape = replace(self.training.shape, free=groups[:number])
+            steps.append(TrainingStep(free, replace(self.training, shape=shape)))
+        alone = replace(COMPUTE_ONLY, leaves_out=variant.leaves_out or variant.kind == "passes")
+        computes = steps[-1]
+        seconds = [*(step._seconds(variant) for step in steps), computes._seconds(alone)]
+        host, dp, pp, ep, cp, tp = (longer - shorter for longer, shorter in pairwise(seconds))
+        work = [chunk.alone for chunk in computes._chunks(alone)]
+        stages = self.training.layout.pp
+        busiest = max(sum(work[stage::stages]) for stage in range(stages))
+        computation = self.training.micro_batches * busiest + self._optimizer
+        bubble = seconds[-1] - computation if stages > 1 else 0.0
+        return StepParts(seconds[-1] - bubble, tp, cp, ep, dp, pp, bubble, host)
 
     def _seconds(self, variant: Variant) -> float:
         """Seconds of a step in this form."""
@@ -65,6 +113,8 @@ class TrainingStep(Chunks):
             f, b = (part * sum(pairs) / sum([*forwards, *backwards]) for part in (f, b))
         else:
             ends = one_forward_one_backward(forwards, backwards, *pipeline)
+        if "dp" in training.shape.free:
+            return max(ends) + self._optimizer
         buckets = [self._buckets(stage, f, b) for stage in range(training.layout.pp)]
         late = (time + tail for time, (tail, _) in zip(ends, buckets, strict=True))
         # The last micro-batch passes through all chunks.
@@ -127,7 +177,7 @@ class TrainingStep(Chunks):
         """Seconds to send a block of activations to the next stage."""
         layout = self.training.layout
         shape = self.training.shape
-        if layout.pp == 1:
+        if layout.pp == 1 or "pp" in shape.free:
             return 0.0
         level = Links(self.machine, 2, layout.npus // layout.pp).level(0, 1)
         # A copy of the shape to the device and one back, and a post of both stages.

@@ -121,6 +121,34 @@ class Training:
         """Tokens of a step, over all replicas."""
         return self.model.seq_length * self.model.global_batch_size
 
+    @property
+    def flops(self) -> float:
+        """FLOP of a step as Megatron counts them (``num_floating_point_operations``, core 0.12.1).
+
+        Every product counts three times, without recomputation and also with frozen weights;
+        attention as causal; routers, norms and layers without operation not at all.
+        """
+        per_token = sum(
+            count * self._multiplications(kind) for kind, count in Counter(self.kinds).items()
+        )
+        return 6.0 * self.tokens * (per_token + self.shape.hidden * self.shape.vocabulary)
+
+    def _multiplications(self, kind: Kind) -> float:
+        """Multiplications per token in the forward of a layer."""
+        if kind == "none":
+            return 0.0
+        shape = self.shape_of(kind)
+        h = shape.hidden
+        queries = shape.inner * shape.ranks
+        attention = float(h * (shape.qkv + queries) + shape.attended * queries)
+        if latent := shape.latent:
+            per_feature, besides = latent.parameters
+            attention = h * per_feature + besides + shape.attended * latent.attended / 2
+        width = float(shape.dense * shape.ranks)
+        if experts := shape.experts:
+            width += experts.each * experts.width
+        return attention + h * (shape.halves + 1) * width
+
     def shape_of(self, kind: Kind) -> LayerShape:
         return self.shape if kind == "experts" else replace(self.shape, experts=None)
 

@@ -206,6 +206,16 @@ def test_a_launch_trains_adapters_only() -> None:
     assert waits[0] - waits[1] == 2 * rows * (4 * h + 2 * h + h + 2 * f + f + h)
 
 
+def test_frozen_gradients_are_neither_reduced_nor_stepped() -> None:
+    replicas = LLAMA2.replace("node 1", "node 8")
+    job = training_of(asked(f"{replicas} --lora-fusion --use-distributed-optimizer"))
+    full = replace(job, shape=replace(job.shape, lora=None))
+    machine = SERVER.machine()
+    ours, theirs = (TrainingStep(machine, of).breakdown(MEGATRON) for of in (job, full))
+    assert 0 < ours.dp < 0.05 * theirs.dp
+    assert ours.computation < 0.85 * theirs.computation
+
+
 def test_the_host_prepares_samples_while_the_device_waits() -> None:
     stages = f"{LLAMA2} --nproc_per_node 4 --pipeline-model-parallel-size 4".replace(
         " 1 ", " 4 ", 1
