@@ -11,6 +11,7 @@ imports torch.  Modules, from the top down::
     chunks                the layers of a pipeline stage, in order or as passes that take turns
     passes                such passes;  llama  a layer, operation by operation;  attention, experts
     linear, mc2           the tensor-parallel linear layers in every form;  variants  the forms
+    lora                  adapters beside frozen weights
     group                 the ranks of a group, or one rank if all do the same
     rank                  plain collectives and compiled programs as launches
     engine                discrete-event simulation

@@ -29,6 +29,7 @@ from commfuse_npu.tools.simulate.attention import Latent, attend
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.lora import Lora, Weight, adapt
 from commfuse_npu.tools.simulate.rank import Rank, rest
+from commfuse_npu.tools.simulate.variants import MEGATRON
 
 _ROTARY = 19, 7
 """Launches that split queries, keys and values and apply the rotary embedding, forward and
@@ -162,6 +163,8 @@ class LayerShape:
 def _set_up(rank: Rank, shape: LayerShape) -> None:
     rank.sequence_parallel = shape.sequence_parallel
     rank.lora = shape.lora
+    if shape.lora and shape.lora.fused and rank.variant.kind not in ("compute", "plain", "passes"):
+        rank.variant = MEGATRON
     rank.free = shape.free
 
 

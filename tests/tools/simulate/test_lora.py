@@ -23,7 +23,7 @@ from commfuse_npu.tools.simulate.passes import Layers, take_turns
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, OVERLAP
+from commfuse_npu.tools.simulate.variants import COC, COMPUTE_ONLY, MC2, MEGATRON, OVERLAP
 from tests.tools.plan.launches import SERVER, asked
 from tests.tools.simulate.machines import ideal, sent
 
@@ -214,6 +214,15 @@ def test_frozen_gradients_are_neither_reduced_nor_stepped() -> None:
     ours, theirs = (TrainingStep(machine, of).breakdown(MEGATRON) for of in (job, full))
     assert 0 < ours.dp < 0.05 * theirs.dp
     assert ours.computation < 0.85 * theirs.computation
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fused_adapters_leave_other_forms_no_effect(fused: bool) -> None:
+    """Their function takes the weight, and does not call the layer."""
+    job = training_of(asked(f"{QWEN3} {'--lora-fusion' if fused else ''}"))
+    step = TrainingStep(SERVER.machine(), job)
+    plain, *others = (step.layer_time(form).seconds for form in (MEGATRON, *COC, MC2))
+    assert (set(others) == {plain}) == fused
 
 
 def test_the_host_prepares_samples_while_the_device_waits() -> None:
