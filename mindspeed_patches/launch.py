@@ -46,6 +46,7 @@ def main(command: Sequence[str] | None = None, prepare: Callable[[], object] | N
             "training"
         )
     from mindspeed_patches import install
+
     # From here on as if the script had been started directly.
     sys.argv = command
     folder = os.path.dirname(os.path.abspath(script))

@@ -58,7 +58,7 @@ def test_measured_steps_stand_beside_simulated_ones(tmp_path: Path, capsys) -> N
     assert "| beta_small | 4 1 1 1 | Megatron's order | device |" in text
     assert "| +25% | 1,000 |" in text
     assert "| predicted | device | 1 | 25.0% | 25.0% |" in text
-    assert "| beta_alpaca | 4 1 1 1 | megatron | host | 9 |" in text
+    assert "| beta_alpaca | 4 1 1 1 | Megatron's order | host | 9 |" in text
     assert "| length assumed | host | 1 |" in text
     assert "simulated as if no activation was swapped to the host | beta_swap |" in text
     assert "| its figures are not JSON | broken |" in text

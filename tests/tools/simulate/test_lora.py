@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from commfuse_npu.hardware.machine import ITEM_BYTES
+from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.plan.launch import roughly, training_of
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.attention import Latent
