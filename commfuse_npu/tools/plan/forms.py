@@ -223,7 +223,7 @@ def _goes_with(flags: str, launch: AskedLaunch, against: Obstacles) -> str:
         )
     if against.paired is None:
         return ""
-    return f"{against.paired:.0%} of a stage's forwards run beside gradients"
+    return f"{100 * against.paired:.0f} % of a stage's forwards run beside gradients"
 
 
 def _no_gain(
@@ -250,7 +250,7 @@ def _no_gain(
         return "nothing is left to hide"
     return (
         "the host is slower than the device, and the launch keeps Megatron's order; with a host "
-        f"that never delays the device: {less:.1%} less time"
+        f"that never delays the device: {100 * less:.1f} % less time"
     )
 
 

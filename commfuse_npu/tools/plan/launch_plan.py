@@ -19,6 +19,7 @@ from commfuse_npu.tools.plan.launch import (
 )
 from commfuse_npu.tools.plan.obstacles import Judged, obstacles
 from commfuse_npu.tools.simulate.footprint import limit
+from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.timed import LITTLE, Range, has_more
 from commfuse_npu.tools.terminal import table_row
 
@@ -131,6 +132,31 @@ class LaunchPlan:
                 f"{usable:.1f} GiB of an NPU are usable."
             )
 
+    @property
+    def step(self) -> str:
+        """What a step of the reference consists of, and its speed; empty if it is not simulated."""
+        timed = self.reference.timed
+        if timed is None:
+            return ""
+        parts = TrainingStep(self.hardware.machine(), timed.training).breakdown(timed.form)
+        exposed = {name: getattr(parts, name) for name in ("tp", "cp", "ep", "dp", "pp")}
+        words = [f"computation {_share(parts.computation, timed.typical)}"]
+        words += [
+            f"{name.upper()} transfers {_share(seconds, timed.typical)}"
+            for name, seconds in exposed.items()
+            if seconds
+        ]
+        words += [f"bubble {_share(parts.bubble, timed.typical)}"] if parts.bubble else []
+        words += [f"waiting for the host {_share(parts.host, timed.typical)}"]
+        training = timed.training
+        npus = training.layout.npus
+        tokens = training.tokens / timed.typical / npus
+        flops = training.flops / timed.typical / npus
+        return (
+            f"A step in {self.reference.name}: {', '.join(words)}; {tokens:,.0f} tokens/s and "
+            f"{flops / 1e12:,.0f} TFLOP/s per NPU."
+        )
+
     def __str__(self) -> str:
         total = self.hardware.typical("npu.hbm_bytes") / 2**30
         usable = limit(self.hardware) / 2**30
@@ -144,7 +170,7 @@ class LaunchPlan:
         head = "form", "ms per step", f"less time than {than}", "GiB", "change; remarks"
         lines += ["", table_row(head), "|---|---:|---:|---:|---|"]
         lines += [table_row(self._cells(form)) for form in self.forms]
-        lines += ["", _LEGEND]
+        lines += ["", *filter(None, [self.step]), _LEGEND]
         refused = any(form.obstacle for form in self.forms if form.flags == "--use-commfuse")
         if self.layers and not refused:
             lines += ["", f"Layers with --use-commfuse, forward, per rank ({self.schedule}):"]
@@ -171,6 +197,7 @@ class LaunchPlan:
             "best": self.best.name,
             "saved": self.saved and self.saved._asdict(),
             "reference": self.reference.name,
+            "step": self.step,
             "hardware": self.hardware.name,
             "usable_bytes": limit(self.hardware),
             "notes": self.notes,
@@ -179,6 +206,10 @@ class LaunchPlan:
             "schedule": self.schedule,
             "layers": [layer._asdict() for layer in self.layers],
         }
+
+
+def _share(seconds: float, of: float) -> str:
+    return f"{100 * seconds / of:.1f} %"
 
 
 def _saves(form: Form, other: Form) -> bool:

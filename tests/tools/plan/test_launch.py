@@ -1,5 +1,6 @@
 """``commfuse-npu plan`` of a launch: its fastest form, what stands against others, its training."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,9 @@ def test_the_fastest_form_that_can_be_launched_is_named(plan: Plan, capsys) -> N
     assert times["--use-commfuse"] < times[""]
     assert {"--use-ascend-coc", "--use-ascend-mc2"} < set(forms)
     assert report["notes"][0] == "no --vocab-size: simulated with 32000 tokens"
-    assert forms["--commfuse-overlap"]["remark"] == "97% of a stage's forwards run beside gradients"
+    assert (
+        forms["--commfuse-overlap"]["remark"] == "97 % of a stage's forwards run beside gradients"
+    )
     vocabulary = plan(f"{TP} {MANY} --padded-vocab-size 128256")
     assert typical(by_flags(vocabulary)[""]) > times[""]
     assert not [note for note in vocabulary["notes"] if "vocab" in note]
@@ -88,6 +91,15 @@ def test_the_verdict_names_the_change_to_the_fastest_form(
     report = plan(f"{TP} {MANY} {options}")
     assert report["verdict"].startswith(change)
     assert [form["name"] for form in report["forms"] if form["used"]] == [present]
+
+
+def test_a_step_is_taken_apart(plan: Plan, capsys) -> None:
+    report = plan(f"{TP} {MANY}")
+    shares = [float(share) for share in re.findall(r"([\d.]+) %", report["step"])]
+    assert sum(shares) == pytest.approx(100, abs=0.3)
+    assert "TP transfers" in report["step"]
+    assert "TFLOP/s per NPU" in report["step"]
+    assert report["step"] in capsys.readouterr().out
 
 
 def test_an_option_without_effect_is_no_form_to_leave(plan: Plan) -> None:
