@@ -155,6 +155,13 @@ def forms_of(
     if unsimulated:
         why = f"not simulated: {unsimulated}"
         return [replace(form, remark=why) for form in forms]
+    (now,) = (form for form in forms if form.used)
+    forms = [
+        replace(form, remark=form.remark or "as fast as now")
+        if form.seconds is not None and form is not now and form.seconds == now.seconds
+        else form
+        for form in forms
+    ]
     return sorted(
         forms, key=lambda form: (bool(form.obstacle), not form.fits, form.seconds or float("inf"))
     )
@@ -237,7 +244,12 @@ def _no_gain(
     if row is None or megatron is None:
         split = launch.config.uses_sequence_parallel
         return f"not simulated {'at this size' if split else 'without sequence parallelism'}"
-    if row is megatron or row.typical != megatron.typical:
+    if row is megatron:
+        return ""
+    lora = row.training.shape.lora
+    if lora is not None and lora.fused and row.form.kind != "passes":
+        return "layers that are fused with their adapters do not run in it"
+    if row.typical != megatron.typical:
         return ""
     if row.form.kind != "passes":
         rows = launch.config.block_rows
