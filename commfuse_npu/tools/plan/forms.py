@@ -96,6 +96,7 @@ class Form:
         return {
             "name": self.name,
             "flags": self.flags,
+            "change": self.change,
             "without": self.without,
             "seconds": self.timed and Range.of(self.timed.seconds)._asdict(),
             "less_time": less and less._asdict(),
@@ -207,8 +208,8 @@ def _forms(
 def _lacking(options: Options, flags: str) -> str:
     """The flags that a launch lacks, or has with other values."""
     wanted = Options(flags.split())
-    lacking = [name for name in wanted.names if not in_use(options, f"{name} {wanted.text(name)}")]
-    return " ".join(word for name in lacking for word in (name, *wanted.values(name)))
+    each = (" ".join([name, *wanted.values(name)]) for name in wanted.names)
+    return " ".join(words for words in each if not in_use(options, words))
 
 
 def _goes_with(flags: str, launch: AskedLaunch, against: Obstacles) -> str:

@@ -71,7 +71,7 @@ def test_the_fastest_form_that_can_be_launched_is_named(plan: Plan, capsys) -> N
          "Replace `--use-ascend-mc2` by `--commfuse-overlap`: "),
         # One micro-batch has no forward beside its gradients.
         ("--use-ascend-mc2 --global-batch-size 2", "MC2", "Nothing to change. "),
-        ("--use-ascend-mc2 --commfuse-overlap", "MC2", "Replace `--use-ascend-mc2` by "),
+        ("--use-ascend-mc2 --commfuse-overlap", "MC2", "Leave out `--use-ascend-mc2`: "),
         ("--commfuse-overlap", "overlap", "Nothing to change."),
         ("--use-commfuse --commfuse-overlap", "overlap and fused layers", "Nothing to change."),
         ("--seq-length 1024 --commfuse-chunks 1 --use-commfuse --enable-cuda-graph "
