@@ -2,7 +2,7 @@
 
 Commands print Markdown.  In a pipe it is unchanged.  On a terminal its marks are left out, lines
 are wrapped between words, and the columns of a table are aligned.  If a table is too wide, the long
-cells of its last column become footnotes.
+cells of its last column become footnotes, and then ranges are left out.
 """
 
 import os
@@ -22,6 +22,7 @@ _CODE = "    "
 """Lines that begin so are commands, which are to be copied."""
 _ITEM = re.compile(r" *(- |\[\d+\] )?")
 """What later lines of an item are indented by."""
+_RANGE = re.compile(r" \([^()]+ to [^()]+\)$")
 _SHORT_CELL = 8
 """Longer cells may become footnotes."""
 
@@ -111,6 +112,8 @@ class _Rendered:
             right = [cell.endswith(":") for cell in cells.pop(1)]
             if _width_of(cells) > self.width:
                 notes = _move_to_notes(cells[1:])
+            if _width_of(cells) > self.width:
+                cells = [[_RANGE.sub("", cell) for cell in row] for row in cells]
             widths = _widths(cells)
             cells.insert(1, ["-" * width for width in widths])
             lines = ["  ".join(map(_padded, row, widths, right)).rstrip() for row in cells]

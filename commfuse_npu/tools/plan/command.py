@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from textwrap import wrap
 
 from commfuse_npu.launch.options import whole
 from commfuse_npu.plan import PlanError
@@ -191,7 +192,7 @@ def _recommend(arguments: argparse.Namespace) -> int:
         return refuse("plan", error, code=1)
     first = best(rows)
     plan = planned(model, hardware, first.training, first.form)
-    launch = " ".join(options(model, plan))
+    launch = " \\\n    ".join(wrap(" ".join(options(model, plan)), 72, break_on_hyphens=False))
     show(rows, hardware, path.stem, f"Options of pretrain_gpt.py:\n\n    {launch}")
     print("", f"{fitting}.", sep="\n")
     launcher = f"CONFIG={arguments.write} bash scripts/launch_pretraining.sh"

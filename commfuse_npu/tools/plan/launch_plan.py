@@ -167,7 +167,7 @@ class LaunchPlan:
         lines += [f"error: {problem}" for problem in self.problems]
         lines += [f"Note: {note}." for note in self.notes]
         than = "now" if self.reference.used else self.reference.name
-        head = "form", "ms per step", f"less time than {than}", "GiB", "change; remarks"
+        head = "form", "ms", f"less time than {than}", "GiB", "note"
         lines += ["", table_row(head), "|---|---:|---:|---:|---|"]
         lines += [table_row(self._cells(form)) for form in self.forms]
         lines += ["", *filter(None, [self.step]), _LEGEND]

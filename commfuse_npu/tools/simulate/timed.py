@@ -22,7 +22,8 @@ from commfuse_npu.tools.terminal import table_row
 _ENDS: tuple[Choice, Choice] = "favorable", "unfavorable"
 LITTLE = 0.01
 """Share of a step that a further option has to save."""
-_SIZES = ("TP", "CP", "PP", "DP", "recompute")
+_LAYOUT = "TP CP PP DP"
+_SAME = (_LAYOUT, "recompute")
 """Columns that are left out where all rows have the same."""
 CORNERS: tuple[tuple[Choice, Choice], ...] = ("typical", "typical"), *product(_ENDS, _ENDS)
 """The choice of figures of each machine: for computation, and for links."""
@@ -40,17 +41,16 @@ class Range(NamedTuple):
         """The range of one value per machine, the typical one first."""
         return cls(min(values), values[0], max(values))
 
-    def text(self, show: Callable[[float], str]) -> str:
-        """``typical (low to high)``."""
+    def text(self, show: Callable[[float], str], unit: str = "") -> str:
+        """``typical unit (low to high)``."""
         typical, low, high = map(show, (self.typical, self.low, self.high))
-        return typical if low == high else f"{typical} ({low} to {high})"
+        return f"{typical}{unit}" if low == high else f"{typical}{unit} ({low} to {high})"
 
     @property
     def percent(self) -> str:
         """``21.6 % (15.0 to 25.1)``."""
         # Zero has no sign.
-        low, typical, high = (f"{round(100 * part, 1) + 0.0:.1f}" for part in self)
-        return f"{typical} %" if low == high else f"{typical} % ({low} to {high})"
+        return self.text(lambda part: f"{round(100 * part, 1) + 0.0:.1f}", " %")
 
 
 @dataclass(frozen=True)
@@ -75,20 +75,22 @@ class Timed:
 
     @property
     def step(self) -> str:
-        """``22.13 s (15.34 s to 36.17 s)``."""
-        return Range.of(self.seconds).text(_show)
+        """``22.13 s (15.34 to 36.17)``, or milliseconds."""
+        times = Range.of(self.seconds)
+        if times.typical >= 1:
+            return times.text("{:.2f}".format, " s")
+        return times.text(lambda seconds: f"{1e3 * seconds:.1f}", " ms")
 
     @property
-    def _sizes(self) -> dict[str, str]:
-        """Parallel sizes; of stages also the chunks of each if they are interleaved."""
+    def _sizes(self) -> list[str]:
+        """TP, CP, PP and DP; of stages also the chunks of each if they are interleaved."""
         tp, cp, dp, pp, vpp = self.training.layout
-        return {"TP": f"{tp}", "CP": f"{cp}", "PP": f"{pp} x {vpp}" if vpp > 1 else f"{pp}",
-                "DP": f"{dp}"}  # fmt: skip
+        return [f"{tp}", f"{cp}", f"{pp}x{vpp}" if vpp > 1 else f"{pp}", f"{dp}"]
 
     @property
     def name(self) -> str:
         """Layout and form."""
-        layout = [f"{name} {size}" for name, size in self._sizes.items()]
+        layout = [" ".join(pair) for pair in zip(_LAYOUT.split(), self._sizes, strict=True)]
         recomputed = ["full recomputation"] * self.training.recomputes
         return ", ".join([*layout, *recomputed, self.form.name])
 
@@ -103,14 +105,12 @@ class Timed:
         mark = "**" if self is first else ""
         tokens = self.training.tokens / self.training.layout.npus
         return {
-            **self._sizes,
+            _LAYOUT: " ".join(self._sizes),
             "recompute": "full" if self.training.recomputes else "none",
             "form": f"{mark}{self.form.name}{mark}",
             "step": self.step,
-            f"less time than {reference.form.name}": (
-                "reference" if self is reference else self.less_time(reference).percent
-            ),
-            "tokens/s per NPU": Range.of([tokens / s for s in self.seconds]).text("{:.0f}".format),
+            "less time": "reference" if self is reference else self.less_time(reference).percent,
+            "tokens/s": f"{tokens / self.typical:,.0f}",
             "GiB": f"{self.memory.total / 2**30:.1f}" + ("" if self.fits else ", too much"),
         }
 
@@ -177,7 +177,7 @@ def table(rows: Sequence[Timed]) -> str:
     others = [row for row in launched if not row.form.ours] or launched
     reference = next((row for row in others if row.form is MEGATRON), others[0])
     cells = [row.row(best(rows), reference) for row in order]
-    same = {name for name in _SIZES if len({row[name] for row in cells}) == 1}
+    same = {name for name in _SAME if len({row[name] for row in cells}) == 1}
     names = [name for name in cells[0] if name not in same]
     lines = [table_row(names), f"|{'---|' * (len(names) - 4)}{'---:|' * 4}"]
     return "\n".join([*lines, *(table_row(row[name] for name in names) for row in cells)])
@@ -235,14 +235,10 @@ def show(rows: Sequence[Timed], hardware: Hardware, model: str, launch: str) -> 
         launch,
         "",
         f"{title} of {hardware.name}. Simulated, not measured. {hardware.assumed} of "
-        f"{hardware.path.name} have no public source at all; ranges are over its uncertainty.",
+        f"{hardware.path.name} have no public source at all; ranges are over its uncertainty. "
+        "Less time: than the reference. Tokens/s: per NPU.",
         "",
         table(rows),
         sep="\n",
     )
     return title
-
-
-def _show(value: float) -> str:
-    """``22.13 s``, ``940.1 ms``."""
-    return f"{value:.2f} s" if abs(value) >= 1 else f"{value * 1e3:.1f} ms"

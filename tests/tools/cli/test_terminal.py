@@ -83,3 +83,15 @@ def test_a_terminal_shows_progress_until_output_follows(monkeypatch) -> None:
         terminal.tell("a long " * 40)
         print("the end")
     assert re.fullmatch(r"\r\x1b\[K(a long ){11}a \r\x1b\[Kthe end\n(\r\x1b\[K)+", both.getvalue())
+
+
+def test_a_table_that_is_too_wide_without_long_cells_loses_its_ranges(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = (
+        "| form | step | GiB |",
+        "|---|---:|---:|",
+        table_row(["overlap", "19.92 s (14.06 to 33.79)", "36.9"]),
+    )
+    assert on_terminal(monkeypatch, 40, *rows)[2] == "overlap  19.92 s (14.06 to 33.79)  36.9"
+    assert on_terminal(monkeypatch, 30, *rows)[2] == "overlap  19.92 s  36.9"

@@ -76,7 +76,7 @@ def test_forms_are_those_of_a_launch() -> None:
 @pytest.mark.parametrize(
     ("steps", "too_large", "first", "saved"),
     [
-        (STEPS, [], "fused layers, tuned, a step in 16.20 s (16.20 s to 32.40 s).",
+        (STEPS, [], "fused layers, tuned, a step in 16.20 s (16.20 to 32.40).",
          {"CoC in 4 slices": "5.6 % (5.6 to 52.8)", "Megatron's order": "reference",
           "fused layers, tuned": "10.0 %", "no communication": "44.4 %"}),
         ({**STEPS, "Megatron's order": 9.0}, [], "Megatron's order, a step in 9.00 s",
@@ -157,7 +157,7 @@ def test_pipelines_are_interleaved_where_that_is_faster() -> None:
     assert first.training.layout == Layout(1, 1, 1, 2, vpp=4)
     words = options(model, planned(model, SERVER, first.training, first.form))
     assert words[words.index("--num-layers-per-virtual-pipeline-stage") + 1] == "1"
-    assert first.name.startswith("TP 1, CP 1, PP 2 x 4, DP 1")
+    assert first.name.startswith("TP 1, CP 1, PP 2x4, DP 1")
     # Interleaving holds more activations than plain 1F1B.
     less = footprint(replace(first.training, vpp=1), first.form, SERVER)
     assert first.memory.activations > less.activations
