@@ -34,20 +34,18 @@ activation = partial(gelu, approximate="tanh")
 
 # cut: linear
 # Once, on all ranks, next to the set-up of the other process groups.
-transport = Transport.create(tensor_parallel_group)
+lanes = Transport.create(tensor_parallel_group)  # keep it
 options = LinearOptions(chunks=2)
 
 
-def mlp(x, up_weight, down_weight, transport):
+def mlp(x, up_weight, down_weight, group):
     """x: [s, B, H], this rank's part of the sequence; so is the result."""
-    hidden = all_gather_linear(x, up_weight, transport=transport, options=options)
-    return linear_reduce_scatter(
-        activation(hidden), down_weight, transport=transport, options=options
-    )
+    hidden = all_gather_linear(x, up_weight, group=group, options=options)
+    return linear_reduce_scatter(activation(hidden), down_weight, group=group, options=options)
 
 
 # end
-def trained(transport) -> list[torch.Tensor]:
+def trained(group) -> list[torch.Tensor]:
     """Train three steps from the same start; returns this rank's losses and weights."""
     torch.manual_seed(rank)  # each rank has its own rows of the sequence and its own features
     up_weight = torch.nn.Parameter(torch.randn(FFN // N, H) / H**0.5)
@@ -56,7 +54,7 @@ def trained(transport) -> list[torch.Tensor]:
     losses = []
     for _ in range(3):
         x = torch.randn(S // N, B, H)
-        loss = (mlp(x, up_weight, down_weight, transport) - x).square().mean()
+        loss = (mlp(x, up_weight, down_weight, group) - x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -67,7 +65,7 @@ def trained(transport) -> list[torch.Tensor]:
 def main() -> None:
     # Over collectives, with the same split of GEMMs.
     collectives = CollectiveTransport(tensor_parallel_group, same_pieces=True)
-    fused = trained(transport)
+    fused = trained(tensor_parallel_group)
     plain = trained(collectives)
     same = torch.tensor(all(map(torch.equal, fused, plain)))
     dist.all_reduce(same, dist.ReduceOp.MIN)
@@ -75,7 +73,7 @@ def main() -> None:
         said = ", ".join(f"{loss:.4f}" for loss in fused[:3])
         print(f"losses {said}; fused and plain have the same bits on {N} ranks: {bool(same)}")
     dist.barrier()  # no rank exits while another still communicates
-    transport.close()
+    lanes.close()
     dist.destroy_process_group()
 
 

@@ -173,7 +173,7 @@ class DeferredAttention(torch.Tensor):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output of the row-parallel layer after it: attention and layer in one op."""
         added, apart = (None, linear.bias) if linear.skip_bias_add else (linear.bias, None)
-        arguments = self._arguments | {"bias": added, "options": options, "transport": transport}
+        arguments = self._arguments | {"bias": added, "options": options, "group": transport}
         return op(*self._heads, linear.weight, **arguments), apart
 
     @classmethod

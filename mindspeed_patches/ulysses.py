@@ -240,7 +240,7 @@ class UlyssesWrappers(LaneUser):
         options = self._options[linear.gradient_accumulation_fusion]
         bias = trained_bias(bias, weight)
         # A query group is a range of weight rows, and so are the groups of a rank.
-        return linear_all_to_all(input, weight, bias, transport=self.lanes(), options=options)
+        return linear_all_to_all(input, weight, bias, group=self.lanes(), options=options)
 
     @around
     def row_forward_wrapper(
@@ -256,7 +256,7 @@ class UlyssesWrappers(LaneUser):
     def _attend(self, heads: Heads, arguments: dict[str, Any]) -> torch.Tensor:
         """Attention on exchanged heads; returns ``[s, B, A * D]``."""
         self._linears.calls["ulysses", "fused"] += 1
-        given = arguments | {"options": self._options[False], "transport": self.lanes()}
+        given = arguments | {"options": self._options[False], "group": self.lanes()}
         return attention_all_to_all(*heads, **given)
 
     def _obstacle(self, attention: Any) -> str | None:

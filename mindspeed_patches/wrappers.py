@@ -238,7 +238,7 @@ class LinearWrappers(LaneUser):
         self.calls[name, "fused"] += 1
         options = self._options[layer.gradient_accumulation_fusion]
         bias = trained_bias(bias, weight)
-        return all_gather_linear(input_, weight, bias, transport=self.lanes(), options=options)
+        return all_gather_linear(input_, weight, bias, group=self.lanes(), options=options)
 
     @around
     def row_forward_wrapper(
@@ -267,7 +267,7 @@ class LinearWrappers(LaneUser):
             return forward(layer, input_, *more, **named)
         self.calls[name, "fused"] += 1
         added, apart = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
-        y = linear_reduce_scatter(input_, layer.weight, added, transport=lanes, options=options)
+        y = linear_reduce_scatter(input_, layer.weight, added, group=lanes, options=options)
         return y, apart
 
     @around

@@ -25,7 +25,7 @@ from commfuse_npu.ops.attention_runs import (
     checked_attention,
     options_for_attention,
 )
-from commfuse_npu.ops.call import AnyTransport, Call, Tensors, check_and_cast
+from commfuse_npu.ops.call import AnyGroup, Call, Tensors, check_and_cast, transport_of
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan.rules import GatherUse, ProduceScatter
 from commfuse_npu.runtime.eager_only import eager_only
@@ -41,7 +41,7 @@ def attention_linear_reduce_scatter(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: AnyTransport,
+    group: AnyGroup = None,
     causal: bool,
     scale: float | None = None,
     documents: Documents | None = None,
@@ -80,6 +80,7 @@ def attention_linear_reduce_scatter(
         ``[s, B, H]``.
     """
     name = "attention_linear_reduce_scatter"
+    transport = transport_of(name, group)
     documents = checked_attention(name, transport, options, q, k, v, causal, documents)
     heads, weight, bias = check_and_cast(name, q.flatten(2), weight, bias, transport, options)
     q = heads.view(q.shape)

@@ -288,7 +288,7 @@ def checked_attention(
         ValueError: shapes, dtypes or documents do not fit each other, or the sequence is not
             divisible.
     """
-    check_call(name, transport, options)
+    check_call(name, options)
     check_tensors(name, q=q, k=k, v=v)
     check_attention(q, k, v)
     if not q.is_floating_point():

@@ -58,7 +58,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from commfuse_npu.ops.call import check_call, check_tensors, sum_ending
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.options import LinearOptions, check_type
 from commfuse_npu.plan.program import aligned
 from commfuse_npu.plan.rules import BucketGather, BucketScatter
 from commfuse_npu.runtime.eager_only import eager_only
@@ -99,7 +99,9 @@ class Buckets:
     """
 
     def __init__(self, transport: Transport, options: LinearOptions = LinearOptions()) -> None:
-        check_call("Buckets", transport, options)
+        created = "what Transport.create(group) returned on every rank"
+        check_type("Buckets", "transport", transport, Transport, created)
+        check_call("Buckets", options)
         self._transport = transport
         self._reduce_dtype = options.reduce_dtype
         self._schedule = options.schedule

@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import kernels_for
@@ -20,6 +21,7 @@ from commfuse_npu.runtime.executor import Running, Work
 from commfuse_npu.runtime.transport import Transport
 
 __all__ = [
+    "AnyGroup",
     "AnyRun",
     "AnyTransport",
     "Call",
@@ -29,8 +31,8 @@ __all__ = [
     "check_call",
     "check_sequence",
     "check_tensors",
-    "check_transport",
     "sum_ending",
+    "transport_of",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -40,6 +42,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 AnyTransport = Transport | CollectiveTransport
 """What an op runs on: lanes, or collectives of torch.distributed."""
+
+AnyGroup = dist.ProcessGroup | AnyTransport | None
+"""What an op takes as ``group``; ``None`` is the whole job."""
 
 AnyRun = Running | CollectiveRun
 """An operation in execution on either."""
@@ -240,7 +245,7 @@ def check_and_cast(
         TypeError: an argument has another type, or dtypes do not fit.
         ValueError: devices or shapes do not fit each other.
     """
-    check_call(name, transport, options)
+    check_call(name, options)
     check_tensors(name, x=x, weight=weight)
     check_type(name, "bias", bias, torch.Tensor | NoneType, "a tensor, or None for no bias")
     if weight.dim() != 2 or x.dim() < 2:
@@ -289,15 +294,28 @@ def check_and_cast(
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def check_transport(name: str, transport: object) -> None:
-    """Raise a TypeError if ``transport`` is something else, such as the process group."""
-    created = "what Transport.create(group) returned on every rank"
-    check_type(name, "transport", transport, AnyTransport, created)
+def transport_of(name: str, group: AnyGroup) -> AnyTransport:
+    """The lanes of a group.
+
+    Raises:
+        TypeError: ``group`` is something else.
+        ValueError: the group has no lanes.
+    """
+    if isinstance(group, AnyTransport):
+        return group
+    wanted = "a process group, or what Transport.create(group) returned"
+    check_type(name, "group", group, dist.ProcessGroup | NoneType, wanted)
+    found = Transport.of(group)
+    if found is None:
+        raise ValueError(
+            f"{name}: the process group has no lanes; call Transport.create(group) once, on every "
+            "process of the job, and keep what it returns"
+        )
+    return found
 
 
-def check_call(name: str, transport: object, options: object) -> None:
-    """Raise a TypeError if ``transport`` or ``options`` has another type."""
-    check_transport(name, transport)
+def check_call(name: str, options: object) -> None:
+    """Raise a TypeError if ``options`` has another type."""
     of_options = "LinearOptions(...), as LinearOptions(chunks=2)"
     check_type(name, "options", options, LinearOptions, of_options)
 

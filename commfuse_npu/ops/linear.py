@@ -49,12 +49,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from commfuse_npu.ops.call import (
+    AnyGroup,
     AnyRun,
     AnyTransport,
     Call,
     Tensors,
     check_and_cast,
     check_sequence,
+    transport_of,
 )
 from commfuse_npu.ops.linear_trials import choose_schedules
 from commfuse_npu.ops.options import LinearOptions
@@ -76,7 +78,7 @@ def all_gather_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: AnyTransport,
+    group: AnyGroup = None,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
     """``linear(all_gather(x), weight, bias)``: the column-parallel layer.
@@ -98,13 +100,16 @@ def all_gather_linear(
         x: ``[s, B, I]`` or ``[s, I]``, the same shape on every rank.  Need not be contiguous.
         weight: ``[O, I]``, this rank's rows of the whole weight, the dtype of ``x``.
         bias: ``[O]``.
-        transport: lanes of the tensor-parallel group, or its collectives.
+        group: the tensor-parallel process group, by default the whole job, with lanes
+            (``Transport.create(group)``); or what that returned, or a
+            :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport`, to run unfused.
         options: how it is split and summed, and where gradients go; equal on every rank.
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``.
     """
     name = "all_gather_linear"
+    transport = transport_of(name, group)
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     rows = prod(x.shape[:-1])
     call = _AllGatherLinear(name, transport, options, x, rows=rows)
@@ -238,7 +243,7 @@ def linear_reduce_scatter(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: AnyTransport,
+    group: AnyGroup = None,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
     """``reduce_scatter(linear(x, weight)) + bias``: the row-parallel layer.
@@ -261,12 +266,13 @@ def linear_reduce_scatter(
         weight: ``[O, I]``, this rank's columns of the whole weight, the dtype of ``x``.
         bias: ``[O]``, full and equal on every rank; added after the sum.  Its gradient is that of
             this rank's rows: sum it over the group, as Megatron does with sequence parallelism.
-        transport, options: see :func:`all_gather_linear`.
+        group, options: see :func:`all_gather_linear`.
 
     Returns:
         ``[s, B, O]`` or ``[s, O]``.
     """
     name = "linear_reduce_scatter"
+    transport = transport_of(name, group)
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     check_sequence(name, x.shape[0], transport.size, ", or use linear_all_reduce")
     rows = prod(x.shape[:-1])
@@ -332,7 +338,7 @@ def linear_all_reduce(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: AnyTransport,
+    group: AnyGroup = None,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
     """``all_reduce(linear(x, weight)) + bias``: row-parallel without sequence parallelism.
@@ -357,12 +363,13 @@ def linear_all_reduce(
         x: ``[S, B, I]`` or ``[S, I]``, any S.
         weight: ``[O, I]``, this rank's columns of the whole weight, the dtype of ``x``.
         bias: ``[O]``, full and equal on every rank; added after the sum.
-        transport, options: see :func:`all_gather_linear`; ``tuning`` is ignored.
+        group, options: see :func:`all_gather_linear`; ``tuning`` is ignored.
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``, the same on every rank.
     """
     name = "linear_all_reduce"
+    transport = transport_of(name, group)
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     flat = x.flatten(0, -2)
     rows = flat.shape[0]

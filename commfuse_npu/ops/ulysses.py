@@ -45,7 +45,7 @@ from commfuse_npu.ops.attention_runs import (
     checked_attention,
     options_for_attention,
 )
-from commfuse_npu.ops.call import AnyTransport, check_and_cast, check_sequence
+from commfuse_npu.ops.call import AnyGroup, check_and_cast, check_sequence, transport_of
 from commfuse_npu.ops.head_groups import HeadsToRows, RowsToHeads
 from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.runtime.eager_only import eager_only
@@ -66,7 +66,7 @@ def linear_all_to_all(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: AnyTransport,
+    group: AnyGroup = None,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
     """``all_to_all(linear(x, weight, bias))``: the projection to q, k and v of Ulysses.
@@ -92,13 +92,14 @@ def linear_all_to_all(
         x: ``[s, B, H]`` or ``[s, H]``, the same shape on every rank.  Need not be contiguous.
         weight: ``[N * O, H]``, full and equal on every rank, the dtype of ``x``.
         bias: ``[N * O]``.
-        transport: lanes of the context-parallel group.
+        group: the context-parallel process group, as in :func:`.all_gather_linear`.
         options: see the module.
 
     Returns:
         ``[S, B, O]`` or ``[S, O]``.
     """
     name = "linear_all_to_all"
+    transport = transport_of(name, group)
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options)
     size = transport.size
     if weight.shape[0] % size:
@@ -121,7 +122,7 @@ def all_to_all_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: AnyTransport,
+    group: AnyGroup = None,
     options: LinearOptions = LinearOptions(),
 ) -> torch.Tensor:
     """``linear(all_to_all(x), weight, bias)``: the output projection of Ulysses.
@@ -149,13 +150,14 @@ def all_to_all_linear(
         weight: ``[H, N * F]``, full and equal on every rank, the dtype of ``x``; the columns
             ``g * F .. (g + 1) * F`` multiply the heads of rank g.
         bias: ``[H]``.
-        transport: lanes of the context-parallel group.
+        group: the context-parallel process group, as in :func:`.all_gather_linear`.
         options: see the module.
 
     Returns:
         ``[s, B, H]`` or ``[s, H]``.
     """
     name = "all_to_all_linear"
+    transport = transport_of(name, group)
     x, weight, bias = check_and_cast(name, x, weight, bias, transport, options, of_all_heads=True)
     size = transport.size
     check_sequence(name, x.shape[0], size)
@@ -172,7 +174,7 @@ def attention_all_to_all(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     *,
-    transport: AnyTransport,
+    group: AnyGroup = None,
     causal: bool,
     scale: float | None = None,
     documents: Documents | None = None,
@@ -212,7 +214,7 @@ def attention_all_to_all(
             :func:`~commfuse_npu.ops.attention.attention_linear_reduce_scatter`.
         weight: ``[H, N * A * D]``, full and equal on every rank; ``None`` for no projection.
         bias: ``[H]``, with a weight.
-        transport: lanes of the context-parallel group.
+        group: the context-parallel process group, as in :func:`.all_gather_linear`.
         options: see the module.
 
     Returns:
@@ -220,6 +222,7 @@ def attention_all_to_all(
         first.
     """
     name = "attention_all_to_all"
+    transport = transport_of(name, group)
     if weight is not None:
         name += " with a weight"  # another operation, on which the ranks agree
     documents = checked_attention(name, transport, options, q, k, v, causal, documents)

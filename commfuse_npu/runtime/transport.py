@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,8 @@ from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.runtime.scratch import ScratchPool
 
 __all__ = ["Transport"]
+
+_of_groups: WeakValueDictionary[dist.ProcessGroup, Transport] = WeakValueDictionary()
 
 
 class Transport(Agreement):
@@ -145,7 +148,14 @@ class Transport(Agreement):
                 transport.order_log = order_log
                 transport.log_number = order_log.transport(transport.ranks, batched)
             transport._warm_up(shape)
+        _of_groups[group] = transport
         return transport
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None) -> Transport | None:
+        """The newest lanes of a group, by default the whole job, while somebody keeps them."""
+        found = dist.group.WORLD if group is None else group
+        return None if found is None else _of_groups.get(found)
 
     def _warm_up(self, shape: Shape) -> None:
         """Open HCCL's links and gloo's connections now instead of at their first use.
@@ -189,6 +199,8 @@ class Transport(Agreement):
                 dist.destroy_process_group(group)
         # Drop the last references: gloo may abort a process that exits while its groups exist.
         self.lane_groups = ()
+        if _of_groups.get(self.group) is self:
+            del _of_groups[self.group]
         del self._control
         self._closed()
 

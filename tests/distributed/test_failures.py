@@ -26,7 +26,7 @@ def layer(
 ) -> torch.Tensor:
     x = torch.ones(rows, inputs, requires_grad=True)
     weight = torch.ones(3, inputs, requires_grad=True)
-    return all_gather_linear(x, weight, transport=made, options=options or LinearOptions())
+    return all_gather_linear(x, weight, group=made, options=options or LinearOptions())
 
 
 def shapes_known_to_both_but_mixed_up(rank: int) -> None:
@@ -60,7 +60,7 @@ def misses(rank: int, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(linear, "begin_all_gather", lambda y, group: (y, mock.Mock()))
-        linear_all_reduce(torch.ones(4, 4), torch.ones(3, 4), transport=transport)
+        linear_all_reduce(torch.ones(4, 4), torch.ones(3, 4), group=transport)
 
 
 # The group's own timeout is longer than the limit of the test.

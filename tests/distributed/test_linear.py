@@ -58,7 +58,7 @@ def test_an_all_reduce_adds_in_the_order_of_a_reduce_scatter(rank: int) -> None:
     link = transport()
     for rows in (1, 6 * link.size, 6 * link.size + 1):
         x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(rank))
-        y = linear_all_reduce(x, torch.eye(16), transport=link, options=USUAL)
+        y = linear_all_reduce(x, torch.eye(16), group=link, options=USUAL)
         padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % link.size))
         sums = all_gather_rows(reduce_scatter_rows(padded, link.group), link.group)
         assert torch.equal(y, sums[:rows])
@@ -76,8 +76,8 @@ def test_training_after_inference(rank: int) -> None:
     link, x, weight = new_link(), torch.ones(4, 32), torch.ones(32, 32, requires_grad=True)
     for _ in range(2):
         with torch.inference_mode():
-            linear_reduce_scatter(x, weight, transport=link)
-        linear_reduce_scatter(x, weight, transport=link).sum().backward()
+            linear_reduce_scatter(x, weight, group=link)
+        linear_reduce_scatter(x, weight, group=link).sum().backward()
 
 
 # ------------------------------------------------------------------------ transfers
@@ -93,7 +93,7 @@ def leaves(rank: int) -> list[torch.Tensor]:
 def two_pairs(
     given: list[torch.Tensor], transport: AnyTransport, options: LinearOptions = USUAL
 ) -> torch.Tensor:
-    x, how = given[0], {"transport": transport, "options": options}
+    x, how = given[0], {"group": transport, "options": options}
     for first, second in (given[1:3], given[3:]):
         x = x + linear_reduce_scatter(torch.tanh(all_gather_linear(x, first, **how)), second, **how)
     return x
@@ -143,7 +143,7 @@ def test_a_pair_has_one_row_parallel_layer(rank: int) -> None:
 def test_a_weight_without_columns_has_a_gradient(rank: int) -> None:
     """Of no elements; torch.nn.functional.linear has one, too."""
     weight = torch.empty(3, 0, requires_grad=True)
-    linear_reduce_scatter(torch.empty(4, 0), weight, transport=transport()).sum().backward()
+    linear_reduce_scatter(torch.empty(4, 0), weight, group=transport()).sum().backward()
     assert weight.grad is not None
     assert weight.grad.shape == weight.shape
 
@@ -168,11 +168,11 @@ def test_a_pair_does_not_depend_on_what_a_rank_keeps(rank: int) -> None:
     """A column-parallel result without a backward is kept on one rank, dropped on the other."""
     begun = list[str]()
     x, column, *_ = leaves(rank)
-    kept = all_gather_linear(x, column, transport=transport())
+    kept = all_gather_linear(x, column, group=transport())
     if rank == 1:
         del kept
     a, row = torch.ones(16, 5), torch.ones(32, 5, requires_grad=True)
-    y = linear_reduce_scatter(a, row, transport=transport())
+    y = linear_reduce_scatter(a, row, group=transport())
     with pytest.MonkeyPatch.context() as patch:
         watch_calls(patch, Transport, "begin", lambda _, __, name, *more: begun.append(name))
         y.sum().backward()
@@ -185,7 +185,7 @@ def test_an_interrupted_backward_is_drained_by_the_next_forward(rank: int) -> No
     """All ranks skip a micro-batch whose backward raises between the layers of a pair."""
     link, plain = transport(), CollectiveTransport(transport().group, same_pieces=True)
     tensors = leaves(rank)
-    how = {"transport": link, "options": USUAL}
+    how = {"group": link, "options": USUAL}
     hidden = all_gather_linear(tensors[0], tensors[1], **how)
 
     def raises(grad: torch.Tensor) -> None:
@@ -233,9 +233,9 @@ def test_a_mistake_with_a_column_parallel_layer_begins_nothing(
         x = x * 1
         for weight in (column, row):
             weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
-        y = all_gather_linear(x, column, transport=link, options=options)
+        y = all_gather_linear(x, column, group=link, options=options)
         if paired:
-            y = linear_reduce_scatter(y, row, transport=link, options=options)
+            y = linear_reduce_scatter(y, row, group=link, options=options)
         mistake(x, column)
         with pytest.raises(RuntimeError, match=words):
             y.sum().backward()

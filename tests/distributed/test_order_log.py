@@ -102,7 +102,7 @@ def test_recorded_runs_are_proved(ranks, tmp_path, size: int, batched: bool) -> 
 
 def gather(made: Transport) -> list[list[float]]:
     shard, options = torch.full((1, 2), float(made.rank)), LinearOptions(Schedule(lanes=2))
-    gathered = all_gather_linear(shard, torch.eye(2), transport=made, options=options)
+    gathered = all_gather_linear(shard, torch.eye(2), group=made, options=options)
     return gathered.tolist()
 
 

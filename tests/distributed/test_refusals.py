@@ -28,7 +28,7 @@ INT, LOW, FP32 = torch.int32, torch.bfloat16, torch.float32
 
 def of_linears(made: Transport) -> list[tuple[str, Call]]:
     x, weight, bias, meta = torch.ones(4, 4), torch.ones(3, 4), torch.ones(3), "meta"
-    fused, sink = partial(all_gather_linear, transport=made), lambda piece, rows: None
+    fused, sink = partial(all_gather_linear, group=made), lambda piece, rows: None
     return [
         ("x is torch.int64; choose one of float32, bf", lambda: fused(x.long(), weight.long())),
         ("x is torch.float32, the weight torch.bfloat16; ", lambda: fused(x, weight.to(LOW))),
@@ -37,7 +37,7 @@ def of_linears(made: Transport) -> list[tuple[str, Call]]:
         (r"bias has shape \(4,\); it has to be \(3,\)", lambda: fused(x, weight, torch.ones(4))),
         (r"they have to be \[S, ..., I\] and \[O, I\]", lambda: fused(x[0], weight)),
         ("length 5 is not divisible by the group size 2; pad it to 6, or use linear_all_reduce",
-         lambda: linear_reduce_scatter(torch.ones(5, 4), weight, transport=made)),
+         lambda: linear_reduce_scatter(torch.ones(5, 4), weight, group=made)),
         ("x is on cpu, the weight on meta; move one of", lambda: fused(x, weight.to(meta))),
         ("tensor is on meta, this group transfers cpu tensors; move it there",
          lambda: fused(x.to(meta), weight.to(meta))),
@@ -53,6 +53,9 @@ def of_linears(made: Transport) -> list[tuple[str, Call]]:
         *(("it must be a whole number from 1", partial(new_link, lanes=n)) for n in (0, 1.5, True)),
         (r"options is a dict; pass LinearOptions\(", lambda: fused(x, weight, options={})),
         (r"transport is a str; pass what Transport\.create", lambda: Buckets("a group")),
+        ("group is a str; pass a process group, or", lambda: fused(x, weight, group="a group")),
+        (r"no lanes; call Transport\.create\(group\) once, on every process",
+         lambda: fused(x, weight, group=dist.new_group(backend="gloo"))),
     ]  # fmt: skip
 
 
@@ -60,11 +63,11 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
     q = torch.zeros(12, 2, 2, 16)
     k = v = torch.zeros(12, 2, 1, 16)
     x, qkv, proj = torch.zeros(6, 2, 32), torch.zeros(128, 32), torch.zeros(32, 64)
-    split = partial(ops.linear_all_to_all, x, transport=made)
-    join = partial(ops.all_to_all_linear, transport=made)
-    attend = partial(ops.attention_all_to_all, transport=made, causal=True)
+    split = partial(ops.linear_all_to_all, x, group=made)
+    join = partial(ops.all_to_all_linear, group=made)
+    attend = partial(ops.attention_all_to_all, group=made, causal=True)
     project = partial(attend, q, k, v)
-    scatter = partial(ops.attention_linear_reduce_scatter, transport=made, causal=True)
+    scatter = partial(ops.attention_linear_reduce_scatter, group=made, causal=True)
     documents, other = Documents([12, 24], 12, 2), Documents([12], 12)
     return [
         ("127 rows of the weight are not divisible .* 2; repeat", lambda: split(qkv[:127])),
@@ -84,9 +87,9 @@ def of_heads(made: Transport) -> list[tuple[str, Call]]:
         (r"documents is a list; pass Documents\(", lambda: attend(q, k, v, documents=[12, 24])),
         ("attention_all_to_all: v is None; pass a tensor", lambda: attend(q, k, None)),
         (r"options is a dict; pass LinearOptions\(", lambda: attend(q, k, v, options={})),
-        *((r"transport is a str; pass what Transport\.create", call) for call in (
-            lambda: split(qkv, transport="a group"),
-            lambda: join(q.flatten(2), proj, transport="a group"),
+        *(("group is a str; pass a process group, or", call) for call in (
+            lambda: split(qkv, group="a group"),
+            lambda: join(q.flatten(2), proj, group="a group"),
         )),
         ("documents are causal", lambda: attend(q, k, v, causal=False, documents=documents)),
     ]  # fmt: skip
@@ -122,7 +125,7 @@ def test_inputs_that_cannot_work_are_refused(rank: int, of: Any) -> None:
         with pytest.raises((TypeError, ValueError), match=words):
             call()
     assert transport.operations == 0
-    y = all_gather_linear(torch.ones(4, 4), torch.ones(3, 4), transport=transport)
+    y = all_gather_linear(torch.ones(4, 4), torch.ones(3, 4), group=transport)
     assert torch.equal(y, torch.full((8, 3), 4.0))
 
 
@@ -176,9 +179,9 @@ def test_lanes_that_differ_or_do_not_exist(rank: int) -> None:
     transport, x, weight = new_link(lanes=1), torch.ones(4, 4), torch.ones(3, 4)
     options = LinearOptions(Schedule(lanes=2))
     with pytest.raises(ValueError, match="uses 2 lanes, the transport has 1; create it"):
-        all_gather_linear(x, weight, transport=transport, options=options)
+        all_gather_linear(x, weight, group=transport, options=options)
     # A schedule without a number of lanes uses those of the transport.
-    assert all_gather_linear(x, weight, transport=transport).shape == (12, 3)
+    assert all_gather_linear(x, weight, group=transport).shape == (12, 3)
     bucket = torch.ones(12)
     Buckets(transport).reduce_scatter(bucket).wait()
     assert (bucket.view(3, 4)[rank] == 3).all()

@@ -24,7 +24,7 @@ def test_what_was_agreed_on_is_forgotten_alike(rank: int) -> None:
     link = new_link()
     with mock.patch.multiple(agreement, _MOST_AGREED=3, _MOST_BEGUN=3):
         for rows in (1, 2, 3, 4, 5, 1, 2):
-            y = all_gather_linear(torch.ones(rows, 4), torch.ones(3, 4), transport=link)
+            y = all_gather_linear(torch.ones(rows, 4), torch.ones(3, 4), group=link)
             assert torch.equal(y, torch.full((2 * rows, 3), 4.0))
             link.agree("another", limit=float(rows))
             assert max(len(link._agreed), len(link._begun)) <= 3
@@ -41,7 +41,7 @@ def test_transferred_tensors_are_erased_after_their_wait(rank: int) -> None:
 
     link.lane_streams = SimpleNamespace(erase=erase)
     x = torch.ones(4, 3)
-    all_gather_linear(x, torch.ones(2, 3), transport=link)
+    all_gather_linear(x, torch.ones(2, 3), group=link)
     assert (x.untyped_storage().data_ptr(), 2) in erased
     # Buckets of one buffer: the last one to complete erases the buffer.
     buckets, buffer = Buckets(link), torch.ones(12)
@@ -116,8 +116,8 @@ def test_programs_post_what_was_warmed_up_and_measured(rank: int, schedule: Sche
         post_time.post_seconds(link, schedule)
         measured = posted()
         options = LinearOptions(schedule)
-        x = all_gather_linear(torch.ones(2, 4), torch.ones(3, 4), transport=link, options=options)
-        linear_reduce_scatter(x, torch.ones(4, 3), transport=link, options=options)
+        x = all_gather_linear(torch.ones(2, 4), torch.ones(3, 4), group=link, options=options)
+        linear_reduce_scatter(x, torch.ones(4, 3), group=link, options=options)
         run = posted()
     assert measured == run
     assert run <= warmed_up

@@ -28,7 +28,7 @@ def _layer(
     x = torch.randn(rows, 2 * INPUTS, generator=generator)[:, :INPUTS].requires_grad_()
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator).requires_grad_()
     with round_once():
-        y = op(x, weight, transport=transport, options=LinearOptions(schedule, tuning=tuning))
+        y = op(x, weight, group=transport, options=LinearOptions(schedule, tuning=tuning))
         return [y.detach(), *torch.autograd.grad(y, [x, weight], torch.ones_like(y))]
 
 

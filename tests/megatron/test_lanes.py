@@ -85,5 +85,5 @@ def test_where_gloo_groups_are_switched_off(rank: int) -> None:
     assert requests == [None, "control", "control"]
     x = torch.full((4, 1, 3), float(rank + 1))
     options = LinearOptions(Schedule(lanes=1))
-    gathered = all_gather_linear(x, torch.eye(3), transport=transport, options=options)
+    gathered = all_gather_linear(x, torch.eye(3), group=transport, options=options)
     assert gathered[::4, 0, 0].tolist() == [1.0, 2.0]

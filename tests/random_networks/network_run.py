@@ -95,8 +95,8 @@ class Call:
         if self.by_formula:
             return keywords | {"group": self.link.group}
         if self.form == "fused":
-            return keywords | {"transport": self.link}
-        return keywords | {"transport": CollectiveTransport(self.link.group, same_pieces=True)}
+            return keywords | {"group": self.link}
+        return keywords | {"group": CollectiveTransport(self.link.group, same_pieces=True)}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         layer = self.layer

@@ -73,7 +73,7 @@ class LayerForm:
     ) -> None:
         self.transport = transport
         self._overlap = overlap
-        self.of: dict[str, Any] = {"transport": transport, "options": options}
+        self.of: dict[str, Any] = {"group": transport, "options": options}
 
     def pair(self, forward: _Call, backward: _Call) -> Any:
         """Run the forward of one micro-batch and the backward of another; return the output."""
