@@ -19,7 +19,9 @@ _CONFIG: dict[str, Any] = {
     "legend": {"orient": "bottom", "title": None, "labelLimit": 0, "symbolOpacity": 1,
                "columns": 4},
 }  # fmt: skip
-_COLORS = {"work": "#0b62c4", "transfer": "#0a7a83", "waiting": "#cf222e"}
+_COLORS = {"work": "#0b62c4", "forward": "#3d85d9", "recomputation": "#9467bd",
+           "backward": "#e69f22", "weight gradients": "#8bc34a", "transfer": "#0a7a83",
+           "links": "#0a7a83", "waiting": "#cf222e"}  # fmt: skip
 """Colors of bits by their kind."""
 
 _LIGHT = "#e6edf3"
@@ -30,12 +32,16 @@ Chart = dict[str, Any]
 
 
 class Bit(NamedTuple):
-    """A bar on a lane of a Gantt chart, in ms; ``kind``: ``work``, ``transfer``, ``waiting``."""
+    """A bar on a lane of a Gantt chart, in ms; ``kind``: a key of the colors.
+
+    A bar that is wide enough shows its label.
+    """
 
     lane: str
     start: float
     end: float
     kind: str
+    label: str = ""
 
 
 class Row(NamedTuple):
@@ -46,8 +52,20 @@ class Row(NamedTuple):
     bits: tuple[Bit, ...]
 
 
-def gantt(title: str, axis: str, rows: Sequence[Row]) -> Chart:
-    """A Gantt chart: the lanes of all rows on one time axis; waiting is labeled with its ms."""
+def gantt(
+    title: str,
+    axis: str,
+    rows: Sequence[Row],
+    step: int = 24,
+    names: int = 66,
+    width: int = 760,
+    legend: bool = True,
+) -> Chart:
+    """A Gantt chart: the lanes of all rows on one time axis.
+
+    Args:
+        step, names, width: height of a lane, and widths of the names and the time axis, in pixels.
+    """
     # Several rows have lanes of the same name: a number makes them distinct.
     order = [f"{n} {lane}" for n, row in enumerate(rows) for lane in ("", *row.lanes)]
     values = [
@@ -58,30 +76,32 @@ def gantt(title: str, axis: str, rows: Sequence[Row]) -> Chart:
     end = max((bit.end for row in rows for bit in row.bits), default=1.0)
     kinds = [kind for kind in _COLORS if any(value["kind"] == kind for value in values)]
     colors = {"domain": kinds, "range": [_COLORS[kind] for kind in kinds]}
-    names = {"labelExpr": "slice(datum.value, indexof(datum.value, ' ') + 1)", "labelLimit": 0,
-             "ticks": False, "domain": False, "minExtent": 66, "maxExtent": 66}  # fmt: skip
+    labels = {"labelExpr": "slice(datum.value, indexof(datum.value, ' ') + 1)", "labelLimit": 0,
+             "ticks": False, "domain": False, "minExtent": names, "maxExtent": names}  # fmt: skip
     y = {"field": "row", "type": "nominal", "title": None, "scale": {"domain": order},
-         "axis": names}  # fmt: skip
+         "axis": labels}  # fmt: skip
     x = {"type": "quantitative", "title": axis, "axis": {"grid": False}}
     domain = {"domain": [0, end], "nice": False}
-    wide = f"datum.kind == 'waiting' && datum.ms * width > {24 * end}"
+    wide = f"datum.label && datum.ms * width > 8 * length(datum.label) * {end}"
     return {
         "title": title,
         "description": f"Lanes over time. {axis}. " + "; ".join(row.label for row in rows),
-        "height": 24 * len(order),
+        "height": step * len(order),
+        "width": width,
         "data": {"values": values},
         "encoding": {"y": y},
         "layer": [
             {"mark": {"type": "bar", "stroke": "white", "strokeWidth": 0.5, "clip": True},
              "encoding": {"x": x | {"field": "start", "scale": domain}, "x2": {"field": "end"},
-                          "color": {"field": "kind", "type": "nominal", "scale": colors}}},
+                          "color": {"field": "kind", "type": "nominal", "scale": colors,
+                                    "legend": {} if legend else None}}},
             {"transform": [{"filter": wide},
                            {"calculate": "(datum.start + datum.end) / 2", "as": "middle"}],
              "mark": {"type": "text", "color": "white", "clip": True},
-             "encoding": {"x": x | {"field": "middle"}, "text": {"field": "ms", "format": ".1f"}}},
+             "encoding": {"x": x | {"field": "middle"}, "text": {"field": "label"}}},
             {"data": {"values": [{"row": f"{n} ", "said": r.label} for n, r in enumerate(rows)]},
              "mark": {"type": "text", "align": "left", "fontWeight": "bold", "clip": False},
-             "encoding": {"x": {"value": -66}, "text": {"field": "said"}}},
+             "encoding": {"x": {"value": -names}, "text": {"field": "said"}}},
         ],
     }  # fmt: skip
 
@@ -93,8 +113,8 @@ def lacking() -> str | None:
     return "needs vl-convert-python; pip install 'vl-convert-python>=1.9'"
 
 
-def draw(chart: Chart, title: str, path: Path, *, dark: bool = False) -> None:
-    """Write a chart under another title as PNG or SVG, by the file's suffix.
+def draw(charts: Sequence[Chart], title: str, path: Path, *, dark: bool = False) -> None:
+    """Write charts under another title as PNG or SVG, by the file's suffix.
 
     Args:
         dark: for pages with light text on a dark background.
@@ -106,16 +126,20 @@ def draw(chart: Chart, title: str, path: Path, *, dark: bool = False) -> None:
     if why := lacking():
         raise ValueError(f"a picture {why}")
     library = import_module("vl_convert")
-    # The empty subtitle keeps the chart's own title off its axes.
-    size = {} if "spec" in chart else {"width": 760}
-    view = chart | {"title": {"text": chart["title"], "subtitle": []}} | size
+    # The empty subtitle keeps a chart's own title off its axes.
+    views = [
+        ({} if "spec" in chart else {"width": 760})
+        | chart
+        | {"title": {"text": chart["title"], "subtitle": []}}
+        for chart in charts
+    ]
     whole = {"title": {"text": title, "fontSize": 16, "offset": 14}, "config": _themed(dark),
-             "vconcat": [view], "resolve": {"scale": {"color": "independent"}}}  # fmt: skip
+             "vconcat": views, "resolve": {"scale": {"color": "independent"}}}  # fmt: skip
     with atomic_write(path) as part:
         if path.suffix.lower() == ".svg":
             part.write_text(library.vegalite_to_svg(whole, vl_version=_VERSION), encoding="utf-8")
         else:
-            part.write_bytes(library.vegalite_to_png(whole, vl_version=_VERSION, scale=1.5))
+            part.write_bytes(library.vegalite_to_png(whole, vl_version=_VERSION, scale=2))
 
 
 def _themed(dark: bool) -> Chart:

@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     for name in options.names or _TITLES:
         picture = layer_picture(step(), forms()) if name == "forms" else _results()
         for dark, ending in ((False, ""), (True, "-dark")):
-            draw(picture, _TITLES[name], options.folder / f"{name}{ending}.svg", dark=dark)
+            draw([picture], _TITLES[name], options.folder / f"{name}{ending}.svg", dark=dark)
     return 0
 
 

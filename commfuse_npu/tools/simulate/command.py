@@ -146,7 +146,7 @@ def _main(arguments: argparse.Namespace) -> int:
     def picture(path: Path) -> None:
         shown = {form.name: form for form in (REFERENCE, MEGATRON, first.form)}
         layer = layer_picture(TrainingStep(hardware.machine(), setup), shown)
-        draw(layer, f"{title}, {hardware.name}, simulated", path)
+        draw([layer], f"{title}, {hardware.name}, simulated", path)
 
     figures = partial(write_json, content=as_json(rows, hardware, arguments.model), indent=1)
     write_output(arguments.json, ": all figures", figures)

@@ -32,7 +32,8 @@ def lanes(title: str, parts: Sequence[Simulated]) -> Row:
 
     def add(lane: str, start: float, end: float, kind: str) -> None:
         if end - start > _INSTANT or kind != "waiting":
-            bits.append(Bit(lane, 1e3 * (begin + start), 1e3 * (begin + end), kind))
+            label = f"{1e3 * (end - start):.1f}" if kind == "waiting" else ""
+            bits.append(Bit(lane, 1e3 * (begin + start), 1e3 * (begin + end), kind, label))
 
     for simulated in parts:
         at = 0.0

@@ -118,15 +118,15 @@ def test_the_pictures_show_what_is_simulated(tmp_path: Path) -> None:
 
 def test_a_picture_is_a_file_and_needs_a_package(tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("vl_convert")
-    bits = (Bit("no communication", 1.0, 3.0, "work"), Bit("no communication", 0.0, 1.0, "waiting"))
-    picture = gantt("Layer", "ms", [Row("plain: 3 ms", ("no communication",), bits)])
+    bits = (Bit("compute", 1.0, 3.0, "work"), Bit("compute", 0.0, 1.0, "waiting", "1.0"))
+    picture = gantt("Layer", "ms", [Row("plain: 3 ms", ("compute",), bits)])
     for name in ("a.png", "a.svg"):
-        draw(picture, "A <title>", tmp_path / name)
+        draw([picture], "A <title>", tmp_path / name)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "a.svg").read_text("utf-8")
-    for label in ("A &lt;title&gt;", "Layer", "plain: 3 ms", "no communication", "1.0", "waiting"):
+    for label in ("A &lt;title&gt;", "Layer", "plain: 3 ms", "compute", "1.0", "waiting"):
         assert f">{label}</text>" in text, label
     monkeypatch.setattr(drawing.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"a picture needs vl-convert-python; pip install"):
-        draw(picture, "None", tmp_path / "b.png")
+        draw([picture], "None", tmp_path / "b.png")
     assert not (tmp_path / "b.png").exists()
