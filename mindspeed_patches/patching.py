@@ -19,8 +19,8 @@ from __future__ import annotations
 import functools
 import pkgutil
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 Function = Callable[..., Any]
@@ -78,6 +78,15 @@ class PatchManager:
                 new = wrapper(new)
             _replace(owner, name, original, new)
             self._applied.callback(_replace, owner, name, new, original)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Apply all patches in the block; they may be applied again later."""
+        self.apply_patches()
+        try:
+            yield
+        finally:
+            self._applied.close()
 
     def remove_patches(self) -> None:
         """Forget all patches; restore the originals, also in modules that imported a patched

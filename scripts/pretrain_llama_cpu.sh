@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
 # Pretrain a small Llama on CPU with the real megatron-core and fused tensor-parallel layers.
 #
-#   bash scripts/pretrain_llama_cpu.sh                       2 processes, four minutes; at the end,
-#                                                            slow links without and with overlap
-#   bash scripts/pretrain_llama_cpu.sh --compare             plain and fused: equal bit for bit?
-#   bash scripts/pretrain_llama_cpu.sh --compare --link-rate 60   times over links of 60 MB/s
-#   bash scripts/pretrain_llama_cpu.sh --help                all options
+#   bash scripts/pretrain_llama_cpu.sh              what overlap is worth over slow links (half a
+#                                                   minute), then a training (three minutes)
+#   bash scripts/pretrain_llama_cpu.sh --compare    plain and fused: equal bit for bit?
+#   bash scripts/pretrain_llama_cpu.sh --help       all options
 #
 # Sets up .venv by itself.
 set -eu

@@ -23,9 +23,9 @@ from .data import Corpus, load_corpus
 
 _DEMONSTRATION = (
     "--compare --no-use-commfuse --commfuse-overlap --link-rate 80 --num-layers 2 "
-    "--micro-batch-size 2 --train-iters 13"
+    "--micro-batch-size 2 --recompute --train-iters 13"
 )
-"""Options of the final demonstration without arguments: Megatron's order, then with overlap."""
+"""Options of the comparison that comes first without arguments."""
 _FOREVER = 2e6
 """Seconds that the ranks may train: 23 days, the longest that a poll accepts."""
 
@@ -33,12 +33,14 @@ _FOREVER = 2e6
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, without options also the demonstration; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    code = _run(argv)
-    if argv or code:
-        return code
-    print(f"\nWhat overlap is worth over slower links: the options {_DEMONSTRATION}", flush=True)
+    if argv:
+        return _run(argv)
+    print(f"What overlap is worth over slow links: {_DEMONSTRATION}", flush=True)
     code = _run(_DEMONSTRATION.split())
-    return 0 if code == 2 else code  # reported: these connections cannot have a rate
+    if code not in (0, 2):  # 2 was reported: these connections cannot have a rate
+        return code
+    print("\nA training without limits, about three minutes; Ctrl-C ends it.", flush=True)
+    return _run([])
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -70,8 +72,13 @@ def _failed(error: object, code: int) -> int:
 
 
 def _train(args: argparse.Namespace, corpus: Corpus) -> int:
+    if args.compare and args.train_iters < compare.LEAST:
+        print(
+            f"no comparison of times and no picture: --train-iters {args.train_iters} is less than "
+            f"{compare.LEAST}",
+            flush=True,
+        )
     single = "plain" if args.plain else "commfuse" if args.use_commfuse else "megatron"
-    outcomes: dict[str, list[compare.TrainingOutcome]] = {}
     # Megatron's advice for GPUs, and its use of names that newer versions of torch rename.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
     minutes = args.distributed_timeout_minutes
@@ -86,24 +93,21 @@ def _train(args: argparse.Namespace, corpus: Corpus) -> int:
                 "replace the kernel's sockets"
             )
         ranks.timeout = _FOREVER
-        for form in compare.forms(args) if args.compare else [single]:
-            if args.compare:
-                print(f"--- training: {form}", flush=True)
-            outcomes[form] = ranks.ask("train", args, corpus, form)
-            if failed := next((result for result in outcomes[form] if result.error), None):
-                return _failed(failed.error, 1)
+        forms = compare.forms(args) if args.compare else [single]
+        outcomes = ranks.ask("train", args, corpus, forms)
+        if failed := next(filter(None, (run.error for run in outcomes[0].values())), ""):
+            return _failed(failed, 1)
         if args.commfuse_order_log is not None:
             ranks.ask("close_order_log", args.commfuse_order_log)
-    first = {form: on_ranks[0] for form, on_ranks in outcomes.items()}
+    first = outcomes[0]
     if not args.compare:
         print("\n".join(first[single].layers))
         print(f"sha256 of all weights: {first[single].weights_sha256}", flush=True)
         return 0
-    print("\n".join(compare.report(first)))
-    print(compare.draw_timelines(outcomes, args.link_rate, args.output / "timelines.png"))
-    equal = compare.identical(first)
-    print(f"identical: {equal}", flush=True)
-    return 0 if equal else 1
+    print("", *compare.report(first), sep="\n")
+    if args.train_iters >= compare.LEAST:
+        print(compare.write_median_iterations(outcomes, args.link_rate, args.output), flush=True)
+    return 0 if compare.identical(first) else 1
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ _TABLE: dict[str, tuple[tuple[str, Any, Any, str], ...]] = {
         ("seed", 1234, whole(0), "of weights and samples"),
     ),
     "output": (
-        ("output", Path("runs"), Path, "folder of the picture of --compare"),
-        ("compare", False, None, "train in each form; exit 1 unless overlap keeps every bit"),
+        ("output", Path("runs"), Path, "folder of the picture and the trace of --compare"),
+        ("compare", False, None, "train forms in turns; exit 1 unless overlap keeps every bit"),
         ("plain", False, None,
          "the plain form of what would be fused: collectives and GEMMs one after the other"),
         ("bf16", False, None,

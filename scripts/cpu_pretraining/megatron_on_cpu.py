@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from megatron.core import parallel_state
 
-from commfuse_npu.kernels.cpu import accumulate_weight_gradient
+from commfuse_npu.kernels import cpu as kernels
 from mindspeed_patches.rehearsal.devices import DevicesAreTheCpu, Finished
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def _wgrad_gemm_accum(
     total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
     """Our weight-gradient kernel, as in the fused layers, with the extension's arguments."""
-    accumulate_weight_gradient(main_grad, grad_output, total_input)
+    kernels.accumulate_weight_gradient(main_grad, grad_output, total_input)
 
 
 def _own_part_of_positions(pos_emb: torch.Tensor, seq_dim: int, *_: Any) -> torch.Tensor:

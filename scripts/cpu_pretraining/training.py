@@ -1,12 +1,11 @@
-"""The training on one rank, which joins Megatron's groups and trains in a form on request."""
+"""The training on one rank, which joins Megatron's groups and trains forms on request."""
 
 import argparse
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,10 +13,12 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from commfuse_npu.overlap.states import restore_states, save_states
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.fb_overlap import Overlapping
+from mindspeed_patches.fb_overlap.pass_states import random_states
 from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import hash_over_ranks
 from mindspeed_patches.training_options import linear_options, register_wrappers
@@ -26,21 +27,28 @@ from .compare import TrainingOutcome
 from .data import Corpus
 from .megatron_on_cpu import megatron_on_cpu
 from .model import build_trainee
+from .recorder import Recorder
 from .ulysses import UlyssesAttention
 from .wire import pace
+
+BLOCK = 2
+"""Iterations that a form trains before the next form's turn."""
 
 
 class TrainingWorker:
     """The worker class of `commfuse_npu.tools.ranks.Ranks`, one per rank."""
 
-    def train(self, args: argparse.Namespace, corpus: Corpus, form: str) -> TrainingOutcome:
-        """Train from the seed.
+    def train(
+        self, args: argparse.Namespace, corpus: Corpus, forms: Sequence[str]
+    ) -> dict[str, TrainingOutcome]:
+        """Train each form from the seed; several take turns, :data:`BLOCK` iterations each.
 
-        Collective. If the training diverges, the outcome has the error.
+        Collective. Each form has its own model, optimizer and random states. If a training
+        diverges, its outcome has the error and all end.
 
         Args:
-            form: of the layers, as in ``compare``. ``--commfuse-overlap`` runs forwards beside
-                backwards in any form that is not compared.
+            forms: as in ``compare``. ``--commfuse-overlap`` runs forwards beside backwards in any
+                form that is not compared.
         """
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(
@@ -48,32 +56,19 @@ class TrainingWorker:
                 context_parallel_size=args.context_parallel_size,
                 distributed_timeout_minutes=args.distributed_timeout_minutes,
             )
-        plain = form == "plain"
-        wrappers = None
-        # In the plain form Megatron transfers the buckets, and the fused ops have no order to log.
-        changes = {"commfuse_dp": False, "commfuse_order_log": None} if plain else {}
-        with ExitStack() as undone, megatron_on_cpu(), timed_waits() as log:
-            if plain or form == "commfuse":
-                layers = fused_layers(argparse.Namespace(**vars(args) | changes), collectives=plain)
-                wrappers, _ = undone.enter_context(layers)
-            model_parallel_cuda_manual_seed(args.seed)
-            if form == "overlap" or (args.commfuse_overlap and not args.compare):
-                check = args.commfuse_overlap_check
-                overlapping = Overlapping(check=check, order_log=args.commfuse_order_log)
-                overlapping.start()
-                undone.callback(overlapping.stop)
-            training = CpuTraining(args, corpus, log)
+        with ExitStack() as undone, megatron_on_cpu():
+            trainings = [CpuTraining(args, corpus, form, undone) for form in forms]
+            block = BLOCK if args.compare else args.train_iters
             try:
-                outcome = training.run()
+                for _ in range(0, args.train_iters, block):
+                    for training in trainings:
+                        training.run(block)
             except FloatingPointError as error:
-                return TrainingOutcome(error=str(error))
-        outcome.layers = ["tensor-parallel linear layers: Megatron's own"]
-        if wrappers is not None:
-            plan = linear_options(args).schedule
-            outcome.layers = [f"tensor-parallel linear layers: {form}, plan: {plan}"]
-            calls = wrappers.describe("by collectives" if plain else "fused")
-            outcome.layers += [f"  {line}" for line in calls]
-        return outcome
+                training.outcome.error = str(error)
+            else:
+                for training in trainings:
+                    training.finish()
+            return {training.form: training.outcome for training in trainings}
 
     def pace(self, rate: float) -> str:
         """Limit this process's connections to ``rate`` MB/s each; returns why it cannot be done.
@@ -92,8 +87,8 @@ class TrainingWorker:
 @contextmanager
 def fused_layers(
     args: argparse.Namespace, *, collectives: bool = False
-) -> Iterator[tuple[LinearWrappers, StartReport]]:
-    """Patch Megatron's layers as these options ask, and undo it at the end; a collective.
+) -> Iterator[tuple[PatchManager, LinearWrappers, StartReport]]:
+    """Patches of Megatron's layers that these options ask for, to be applied; a collective.
 
     Args:
         collectives: the fused ops use collectives, one after the other with the GEMMs.
@@ -107,48 +102,46 @@ def fused_layers(
             undone.callback(user.close)
             if collectives:
                 user.transport = CollectiveTransport(user.lanes().group, same_pieces=True)
-        manager.apply_patches()
-        undone.callback(manager.remove_patches)
-        yield wrappers, report
-
-
-@contextmanager
-def timed_waits() -> Iterator[list[tuple[float, float]]]:
-    """Record when this rank started and ended waiting for transfers, in any layer or form.
-
-    All collectives and point-to-point transfers of torch end in ``Work.wait()``, and gloo's own
-    threads carry them out. Waiting for a slower rank is included.
-    """
-    waits: list[tuple[float, float]] = []
-    wait = dist.Work.wait
-
-    def timed(work: dist.Work, *args: Any) -> Any:
-        begin = time.perf_counter()
-        try:
-            return wait(work, *args)
-        finally:
-            waits.append((begin, time.perf_counter()))
-
-    with mock.patch.object(dist.Work, "wait", timed):
-        yield waits
+        yield manager, wrappers, report
 
 
 class CpuTraining:
-    """Forward, backward, step, one line per iteration.
+    """The training of one form: forward, backward, step, one line per iteration.
 
-    Needs Megatron's process groups, `megatron_on_cpu()` and `timed_waits()`.
+    Needs Megatron's process groups and `megatron_on_cpu()`.
+
+    Args:
+        undone: closes what the form opened.
     """
 
     def __init__(
-        self, args: argparse.Namespace, corpus: Corpus, waits: list[tuple[float, float]]
+        self, args: argparse.Namespace, corpus: Corpus, form: str, undone: ExitStack
     ) -> None:
         self.args = args
         self.corpus = corpus
-        self.waits = waits
+        self.form = form
+        self.outcome = TrainingOutcome()
         self.iteration = 0
         self.rank = dist.get_rank()
-        self.model, self.optimizer, self.scheduler = build_trainee(args)
-        self.forward_backward = get_forward_backward_func()
+        self._patches = PatchManager()
+        self._wrappers: LinearWrappers | None = None
+        self._overlapping: Overlapping | None = None
+        plain = form == "plain"
+        if plain or form == "commfuse":
+            # In the plain form Megatron transfers the buckets, and the fused ops have no order to
+            # log.
+            changes = {"commfuse_dp": False, "commfuse_order_log": None} if plain else {}
+            own = argparse.Namespace(**vars(args) | changes)
+            layers = fused_layers(own, collectives=plain)
+            self._patches, self._wrappers, _ = undone.enter_context(layers)
+        if form == "overlap" or (args.commfuse_overlap and not args.compare):
+            check = args.commfuse_overlap_check
+            self._overlapping = Overlapping(check=check, order_log=args.commfuse_order_log)
+        with self._patches.applied():
+            model_parallel_cuda_manual_seed(args.seed)
+            self.model, self.optimizer, self.scheduler = build_trainee(args)
+        self._states = random_states("cpu")
+        self._random = save_states(self._states)
         length = args.seq_length
         # Context-parallel ranks have contiguous parts of the sequence, in order, for Ulysses.
         rows = length // args.context_parallel_size
@@ -156,67 +149,71 @@ class CpuTraining:
         self.own_rows = slice(first, first + rows)
         self.positions = torch.arange(length).expand(args.micro_batch_size, -1)[:, self.own_rows]
 
-    def run(self) -> TrainingOutcome:
-        """Run all iterations.
+    def run(self, iterations: int) -> None:
+        """Run some iterations, or those that are left.
 
         Raises:
             FloatingPointError: the loss or the norm of the gradients is not finite.
         """
         args = self.args
-        outcome = TrainingOutcome()
-        while self.iteration < args.train_iters:
-            if args.link_rate is not None and self.iteration < 2:
-                # Some connections are only opened on the first use of their group.
-                pace(args.link_rate * 1e6)
-            loss, seconds, waits = self._iteration()
-            outcome.losses.append(loss)
-            outcome.times.append(seconds)
-            outcome.waits.append(waits)
-        outcome.weights_sha256 = hash_over_ranks([self.model.module], self.optimizer)
-        return outcome
+        with ExitStack() as undone:
+            undone.enter_context(self._patches.applied())
+            if self._overlapping is not None:
+                self._overlapping.start()
+                undone.callback(self._overlapping.stop)
+            restore_states(self._states, self._random)
+            for _ in range(min(iterations, args.train_iters - self.iteration)):
+                if args.link_rate is not None and self.iteration < 2:
+                    # Some connections are only opened on the first use of their group.
+                    pace(args.link_rate * 1e6)
+                self._iteration()
+            self._random = save_states(self._states)
 
-    def _iteration(self) -> tuple[float, float, list[tuple[float, float]]]:
-        """One optimizer step: its loss, its seconds as a mean over the ranks, this rank's waits.
+    def finish(self) -> None:
+        """Complete the outcome; a collective."""
+        self.outcome.weights_sha256 = hash_over_ranks([self.model.module], self.optimizer)
+        self.outcome.layers = ["tensor-parallel linear layers: Megatron's own"]
+        if self._wrappers is not None:
+            plain = self.form == "plain"
+            plan = linear_options(self.args).schedule
+            self.outcome.layers = [f"tensor-parallel linear layers: {self.form}, plan: {plan}"]
+            calls = self._wrappers.describe("by collectives" if plain else "fused")
+            self.outcome.layers += [f"  {line}" for line in calls]
 
-        Rank 0 prints a line with Megatron's names, which ``commfuse-npu measure`` parses.
-        """
+    def _iteration(self) -> None:
+        """One optimizer step, of which rank 0 prints a line."""
         args = self.args
-        self.waits.clear()
-        start = time.perf_counter()
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        loss = self._forward_backward()
-        _, grad_norm, _ = self.optimizer.step()
-        learning_rate = self.optimizer.param_groups[0]["lr"]
-        self.scheduler.step(args.global_batch_size)
+        recorder = Recorder()
+        with ExitStack() as undone:
+            if args.compare and self.iteration:
+                # Not at first: overlap watches what a model's passes write, also to a recorder.
+                undone.enter_context(recorder.recording())
+            start = time.perf_counter()
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            loss = self._forward_backward()
+            _, grad_norm, _ = self.optimizer.step()
+            self.scheduler.step(args.global_batch_size)
+            elapsed = time.perf_counter() - start
         self.iteration += 1
-        elapsed = time.perf_counter() - start
-        waits = [(begin - start, end - start) for begin, end in self.waits]
-        blocked = sum(end - begin for begin, end in waits)
-        means = torch.tensor([loss, blocked, elapsed], dtype=torch.float64)  # over the ranks
+        means = torch.tensor([loss, elapsed], dtype=torch.float64)  # over the ranks
         dist.all_reduce(means)
-        loss, blocked, elapsed = (means / dist.get_world_size()).tolist()
+        loss, elapsed = (means / dist.get_world_size()).tolist()
         for name, value in (("lm loss", loss), ("grad norm", float(grad_norm))):
             if not math.isfinite(value):
                 raise FloatingPointError(
                     f"iteration {self.iteration}: {name} is {value}; lower --lr (now {args.lr})"
                 )
+        self.outcome.add(loss, elapsed, recorder.spans)
         if self.rank == 0:
-            tokens = args.global_batch_size * args.seq_length
-            print(
-                f" iteration {self.iteration:8d}/{args.train_iters:8d} |"
-                f" elapsed time per iteration (ms): {elapsed * 1e3:.1f} |"
-                f" exposed communication (ms): {blocked * 1e3:.1f} |"
-                f" learning rate: {learning_rate:.2E} | lm loss: {loss:.6E} |"
-                f" grad norm: {grad_norm:.3f} | tokens/s: {tokens / elapsed:.0f} |",
-                flush=True,
-            )
-        return loss, elapsed, waits
+            number = f"{self.iteration:{len(str(args.train_iters))}}/{args.train_iters}"
+            form = f"{self.form:8}  " if args.compare else ""
+            print(f"{form}iteration {number}  loss {loss:.3f}  {elapsed:.2f} s", flush=True)
 
     def _forward_backward(self) -> float:
         """Compute the gradients of a global batch; returns the mean loss of this rank's tokens."""
         args = self.args
-        losses = self.forward_backward(
+        losses = get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=self._microbatches(),
             model=[self.model],

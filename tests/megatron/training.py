@@ -102,7 +102,8 @@ def launched(case: Case, collectives: bool = False) -> Iterator[tuple[LinearWrap
 
     with contextlib.ExitStack() as undone:
         layers = fused_layers(case.args(), collectives=collectives)
-        linears, report = undone.enter_context(layers)
+        patches, linears, report = undone.enter_context(layers)
+        undone.enter_context(patches.applied())
         if case.tensor > 1:
             init = linears.norm_column_init_wrapper(NormColumn.__init__)
             undone.enter_context(mock.patch.object(NormColumn, "__init__", init))
