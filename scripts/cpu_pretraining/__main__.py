@@ -60,15 +60,9 @@ def _run(argv: Sequence[str]) -> int:
         return _train(args, corpus)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except UsageError as error:
-        return _failed(error, 2)
-    except RanksError as error:
-        return _failed(error, 1)
-
-
-def _failed(error: object, code: int) -> int:
-    print(f"cpu_pretraining: error: {error}", file=sys.stderr, flush=True)
-    return code
+    except (UsageError, RanksError) as error:
+        print(f"cpu_pretraining: error: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UsageError) else 1
 
 
 def _train(args: argparse.Namespace, corpus: Corpus) -> int:
@@ -95,8 +89,9 @@ def _train(args: argparse.Namespace, corpus: Corpus) -> int:
         ranks.timeout = _FOREVER
         forms = compare.forms(args) if args.compare else [single]
         outcomes = ranks.ask("train", args, corpus, forms)
-        if failed := next(filter(None, (run.error for run in outcomes[0].values())), ""):
-            return _failed(failed, 1)
+        for outcome in outcomes[0].values():
+            if outcome.error:
+                raise RanksError(outcome.error)
         if args.commfuse_order_log is not None:
             ranks.ask("close_order_log", args.commfuse_order_log)
     first = outcomes[0]

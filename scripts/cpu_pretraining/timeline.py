@@ -63,9 +63,10 @@ def trace_events(iterations: Iterations) -> Iterator[dict[str, Any]]:
         ends = dict.fromkeys(_ROWS, 0.0)
         for row, name, start, end in spans:
             start = max(start, ends[row])
-            ends[row] = end
-            times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
-            yield {"ph": "X", "pid": process, "tid": _ROWS.index(row), "name": name, **times}
+            if start < end:
+                ends[row] = end
+                times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
+                yield {"ph": "X", "pid": process, "tid": _ROWS.index(row), "name": name, **times}
 
 
 def charts(iterations: Iterations) -> list[Chart]:
@@ -87,9 +88,9 @@ def charts(iterations: Iterations) -> list[Chart]:
             passes.append(_row(title, [*whole, *waits, *links], lanes))
         start, end = _extent(ranks[0], "backward 1", "forward 2")
         inside = [
-            Span(row, name, max(start, begin) - start, min(end, until) - start)
+            Span(row, name, begin - start, until - start)
             for row, name, begin, until in ranks[0]
-            if start < until and begin < end and row != OTHER
+            if start <= begin and until <= end and row != OTHER
         ]
         lanes = {row: f"{row} 1" for row in _ROWS if any(row == span.row for span in inside)}
         lanes |= {"forward": "forward 2", LINKS: LINKS}
