@@ -52,20 +52,25 @@ class Row(NamedTuple):
     bits: tuple[Bit, ...]
 
 
+class Size(NamedTuple):
+    """Of a Gantt chart: height of a lane, and widths of the names and of the axis, in pixels."""
+
+    lane: int = 24
+    names: int = 66
+    axis: int = 760
+
+
+_SIZE = Size()
+
+
 def gantt(
     title: str,
     axis: str,
     rows: Sequence[Row],
-    step: int = 24,
-    names: int = 66,
-    width: int = 760,
+    size: Size = _SIZE,
     legend: bool = True,
 ) -> Chart:
-    """A Gantt chart: the lanes of all rows on one time axis.
-
-    Args:
-        step, names, width: height of a lane, and widths of the names and the time axis, in pixels.
-    """
+    """A Gantt chart: the lanes of all rows on one time axis."""
     # Several rows have lanes of the same name: a number makes them distinct.
     order = [f"{n} {lane}" for n, row in enumerate(rows) for lane in ("", *row.lanes)]
     values = [
@@ -77,7 +82,8 @@ def gantt(
     kinds = [kind for kind in _COLORS if any(value["kind"] == kind for value in values)]
     colors = {"domain": kinds, "range": [_COLORS[kind] for kind in kinds]}
     labels = {"labelExpr": "slice(datum.value, indexof(datum.value, ' ') + 1)", "labelLimit": 0,
-             "ticks": False, "domain": False, "minExtent": names, "maxExtent": names}  # fmt: skip
+              "ticks": False, "domain": False,
+              "minExtent": size.names, "maxExtent": size.names}  # fmt: skip
     y = {"field": "row", "type": "nominal", "title": None, "scale": {"domain": order},
          "axis": labels}  # fmt: skip
     x = {"type": "quantitative", "title": axis, "axis": {"grid": False}}
@@ -86,8 +92,8 @@ def gantt(
     return {
         "title": title,
         "description": f"Lanes over time. {axis}. " + "; ".join(row.label for row in rows),
-        "height": step * len(order),
-        "width": width,
+        "height": size.lane * len(order),
+        "width": size.axis,
         "data": {"values": values},
         "encoding": {"y": y},
         "layer": [
@@ -101,7 +107,7 @@ def gantt(
              "encoding": {"x": x | {"field": "middle"}, "text": {"field": "label"}}},
             {"data": {"values": [{"row": f"{n} ", "said": r.label} for n, r in enumerate(rows)]},
              "mark": {"type": "text", "align": "left", "fontWeight": "bold", "clip": False},
-             "encoding": {"x": {"value": -names}, "text": {"field": "said"}}},
+             "encoding": {"x": {"value": -size.names}, "text": {"field": "said"}}},
         ],
     }  # fmt: skip
 

@@ -17,7 +17,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median_low
+from statistics import median, median_low
 
 from commfuse_npu.tools.quartiles import quartiles
 
@@ -55,11 +55,6 @@ class TrainingOutcome:
         self.losses.append(loss)
         self.times.append(seconds)
         self.spans = [*self.spans[WARM_UP_ITERATIONS - LEAST + 1 :], spans]
-
-    @property
-    def counted(self) -> list[float]:
-        """The times after the first :data:`WARM_UP_ITERATIONS`."""
-        return self.times[WARM_UP_ITERATIONS:]
 
 
 Outcomes = Mapping[str, TrainingOutcome]
@@ -108,16 +103,16 @@ def report(outcomes: Outcomes) -> Iterator[str]:
 
 def _less_time(form: str, other: str, outcomes: Outcomes) -> str:
     """The median over iterations of the same number, and its quartiles."""
-    pairs = zip(outcomes[form].counted, outcomes[other].counted, strict=True)
-    less = [100 * (1 - seconds / before) for before, seconds in pairs]
-    low, middle, high = quartiles(less)
-    sign = 1
+    pairs = zip(outcomes[form].times, outcomes[other].times, strict=True)
+    less = [100 * (1 - seconds / before) for before, seconds in pairs][WARM_UP_ITERATIONS:]
     kind = "less"
-    if middle < 0:
-        low, high, sign, kind = high, low, -1, "more"
+    if median(less) < 0:
+        less = [-percent for percent in less]
+        kind = "more"
+    low, middle, high = quartiles(less)
     return (
-        f"{other}: {abs(middle):.1f} % {kind} time per iteration than {_TITLES[form]} "
-        f"({sign * low:.1f} to {sign * high:.1f}, quartiles of {len(less)} pairs)"
+        f"{other}: {middle:.1f} % {kind} time per iteration than {_TITLES[form]} "
+        f"({low:.1f} to {high:.1f}, quartiles of {len(less)} pairs)"
     )
 
 

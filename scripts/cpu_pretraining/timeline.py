@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from commfuse_npu.runtime.atomic_write import atomic_write
-from commfuse_npu.tools.drawing import Bit, Chart, Row, draw, gantt
+from commfuse_npu.tools.drawing import Bit, Chart, Row, Size, draw, gantt
 
 OTHER = "other"
 LINKS = "links"
@@ -39,13 +39,15 @@ def write_timelines(iterations: Iterations, title: str, folder: Path) -> str:
     """
     picture = folder / "timelines.png"
     trace = folder / "trace_view.json"
+    traced = "no trace"
     try:
-        draw(charts(iterations), title, picture)
         with atomic_write(trace) as part:
             part.write_text(json.dumps(list(trace_events(iterations))), encoding="utf-8")
+        traced = f"trace: {trace} (Perfetto, MindStudio Insight)"
+        draw(charts(iterations), title, picture)
     except (OSError, ValueError) as error:
-        return f"no picture or no trace: {getattr(error, 'strerror', None) or error}"
-    return f"picture: {picture}; trace: {trace} (Perfetto, MindStudio Insight)"
+        return f"{traced}; no picture: {getattr(error, 'strerror', None) or error}"
+    return f"picture: {picture}; {traced}"
 
 
 def trace_events(iterations: Iterations) -> Iterator[dict[str, Any]]:
@@ -97,8 +99,8 @@ def charts(iterations: Iterations) -> list[Chart]:
         pairs.append(_row(f"{form}: {_ms(end - start)}", inside, lanes))
     title = "The median iteration; numbers: micro-batches"
     return [
-        gantt(title, "ms", passes, step=13, names=96, width=310, legend=False),
-        gantt("A backward and a forward on rank 0", "ms", pairs, step=15, names=96, width=310),
+        gantt(title, "ms", passes, Size(13, 96, 310), legend=False),
+        gantt("In detail: a backward and a forward, rank 0", "ms", pairs, Size(15, 96, 310)),
     ]
 
 
@@ -115,6 +117,6 @@ def _row(title: str, spans: Sequence[Span], lanes: Mapping[str, str]) -> Row:
     bits = []
     for row, name, start, end in spans:
         kind = WAITING if name == WAITING else row
-        number = name.split()[-1] if kind in _PASSES else ""
+        number = name.split()[-1] if kind in _PASSES and lanes[row] == row else ""
         bits.append(Bit(lanes[row], 1e3 * start, 1e3 * end, kind, number))
     return Row(title, tuple(lanes.values()), tuple(bits))

@@ -301,7 +301,17 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch) 
     monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     spans = [Span("backward", "backward 1", 0.0, 1.0)]
     line = timeline.write_timelines({"megatron": [spans]}, "x", tmp_path)
-    assert line == "no picture or no trace: No space left"
+    assert line == "no trace; no picture: No space left"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_needs_no_package(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(timeline, "draw", Mock(side_effect=ValueError("needs a package")))
+    spans = [Span("backward", "backward 1", 0.0, 1.0)]
+    line = timeline.write_timelines({"megatron": [spans]}, "x", tmp_path)
+    trace = tmp_path / "trace_view.json"
+    assert line == f"trace: {trace} (Perfetto, MindStudio Insight); no picture: needs a package"
+    assert json.loads(trace.read_text("utf-8"))[-1]["dur"] == 1e6
 
 
 @pytest.mark.parametrize(("codes", "end"), [([0, 0], 0), ([0, 1], 1), ([2, 0], 0), ([1], 1)])
