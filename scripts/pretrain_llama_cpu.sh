@@ -2,7 +2,7 @@
 # Pretrain a small Llama on CPU with the real megatron-core and fused tensor-parallel layers.
 #
 #   bash scripts/pretrain_llama_cpu.sh              what overlap is worth over slow links (half a
-#                                                   minute), then a training (three minutes)
+#                                                   minute), then a training (two minutes)
 #   bash scripts/pretrain_llama_cpu.sh --compare    plain and fused: equal bit for bit?
 #   bash scripts/pretrain_llama_cpu.sh --help       all options
 #

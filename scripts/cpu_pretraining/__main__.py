@@ -21,10 +21,9 @@ from . import compare
 from .arguments import parse_arguments
 from .data import Corpus, load_corpus
 
-_DEMONSTRATION = (
-    "--compare --no-use-commfuse --commfuse-overlap --link-rate 80 --num-layers 2 "
-    "--micro-batch-size 2 --recompute --train-iters 13"
-)
+_DEMONSTRATION = """\
+--compare --no-use-commfuse --commfuse-overlap --link-rate 80
+--num-layers 2 --micro-batch-size 2 --recompute --train-iters 13"""
 """Options of the comparison that comes first without arguments."""
 _FOREVER = 2e6
 """Seconds that the ranks may train: 23 days, the longest that a poll accepts."""
@@ -35,11 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv:
         return _run(argv)
-    print(f"What overlap is worth over slow links: {_DEMONSTRATION}", flush=True)
+    print(f"What overlap is worth over slow links:\n{_DEMONSTRATION}", flush=True)
     code = _run(_DEMONSTRATION.split())
     if code not in (0, 2):  # 2 was reported: these connections cannot have a rate
         return code
-    print("\nA training without limits, about three minutes; Ctrl-C ends it.", flush=True)
+    print("\nA training over links as they are, two minutes; Ctrl-C ends it.", flush=True)
     return _run([])
 
 
