@@ -23,11 +23,10 @@ from commfuse_npu.tools.quartiles import quartiles
 
 from .timeline import Span, write_timelines
 
-WARM_UP_ITERATIONS = 3
+_WARM_UP = 3
 """Iterations that do not count: they create buffers and threads and prepare GEMM kernels."""
-
-
-LEAST = WARM_UP_ITERATIONS + 10
+_COUNTED = 10
+LEAST = _WARM_UP + _COUNTED
 """Smallest number of iterations of which times are compared and drawn."""
 
 
@@ -37,7 +36,7 @@ class TrainingOutcome:
 
     Attributes:
         losses, times: of each iteration: its loss, and its seconds as a mean over the ranks.
-        spans: of each of the last iterations, what this rank did.
+        spans: of each of the last 10 iterations, what this rank did.
         weights_sha256: of all ranks' weights and optimizers.
         layers: lines about the layers and their calls.
         error: why the training failed.
@@ -54,7 +53,7 @@ class TrainingOutcome:
         """Add an iteration."""
         self.losses.append(loss)
         self.times.append(seconds)
-        self.spans = [*self.spans[WARM_UP_ITERATIONS - LEAST + 1 :], spans]
+        self.spans = [*self.spans[1 - _COUNTED :], spans]
 
 
 Outcomes = Mapping[str, TrainingOutcome]
@@ -104,7 +103,7 @@ def report(outcomes: Outcomes) -> Iterator[str]:
 def _less_time(form: str, other: str, outcomes: Outcomes) -> str:
     """The median over iterations of the same number, and its quartiles."""
     pairs = zip(outcomes[form].times, outcomes[other].times, strict=True)
-    less = [100 * (1 - seconds / before) for before, seconds in pairs][WARM_UP_ITERATIONS:]
+    less = [100 * (1 - seconds / before) for before, seconds in pairs][_WARM_UP:]
     kind = "less"
     if median(less) < 0:
         less = [-percent for percent in less]

@@ -106,9 +106,10 @@ def test_layouts_agree(ranks, tmp_path: Path) -> None:
             "gradients parameters",
             marks=long,
         ),
-        (
+        pytest.param(
             "--commfuse-overlap --recompute --no-gradient-accumulation-fusion",
             "qkv proj fc1 fc2 output",
+            marks=long,
         ),
     ],
 )
