@@ -297,22 +297,16 @@ def test_the_median_iteration_is_drawn(tmp_path: Path, monkeypatch) -> None:
     assert [(bar["row"], bar["start"], bar["end"]) for bar in pair] == [("0 backward 1", 0, 6)]
 
 
-def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch) -> None:
-    pytest.importorskip("vl_convert", reason="vl-convert-python, which draws, is not installed")
-    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
-    spans = [Span("backward", "backward 1", 0.0, 1.0)]
-    line = timeline.write_timelines({"megatron": [spans]}, "x", tmp_path)
-    assert line == "no trace; no picture: No space left"
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_trace_needs_no_package(tmp_path: Path, monkeypatch) -> None:
+def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch) -> None:
+    iterations = {"megatron": [[Span("backward", "backward 1", 0.0, 1.0)]]}
     monkeypatch.setattr(timeline, "draw", Mock(side_effect=ValueError("needs a package")))
-    spans = [Span("backward", "backward 1", 0.0, 1.0)]
-    line = timeline.write_timelines({"megatron": [spans]}, "x", tmp_path)
+    line = timeline.write_timelines(iterations, "x", tmp_path)
     trace = tmp_path / "trace_view.json"
     assert line == f"trace: {trace} (Perfetto, MindStudio Insight); no picture: needs a package"
     assert json.loads(trace.read_text("utf-8"))[-1]["dur"] == 1e6
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    line = timeline.write_timelines(iterations, "x", tmp_path)
+    assert line == "no trace; no picture: No space left"
 
 
 @pytest.mark.parametrize(("codes", "end"), [([0, 0], 0), ([0, 1], 1), ([2, 0], 0), ([1], 1)])

@@ -46,6 +46,18 @@ def test_what_is_registered_is_in_force_after_apply(modules) -> None:
     assert module.add is other.add is later.add is before
 
 
+def test_patches_that_take_turns_can_be_applied_again(modules) -> None:
+    module, other, _ = modules
+    managers = PatchManager(), PatchManager()
+    for manager, wrapper in zip(managers, (plus_one_wrapper, times_ten_wrapper), strict=True):
+        manager.register_patch(ADD, wrapper)
+    for _ in range(2):
+        for manager, patched in zip(managers, (8, 70), strict=True):
+            with manager.applied():
+                assert module.add(5, 2) == other.add(5, 2) == patched
+            assert module.add(5, 2) == other.add(5, 2) == 7
+
+
 def test_what_cannot_be_patched_is_named(modules) -> None:
     manager = PatchManager()
     manager.register_patch("patched_module.absent", plus_one_wrapper)
