@@ -139,7 +139,7 @@ def draw(charts: Sequence[Chart], title: str, path: Path, *, dark: bool = False)
         | {"title": {"text": chart["title"], "subtitle": []}}
         for chart in charts
     ]
-    whole = {"title": {"text": title, "fontSize": 16, "offset": 14}, "config": _themed(dark),
+    whole = {"title": {"text": title.split("\n"), "fontSize": 16, "offset": 14}, "config": _themed(dark),
              "vconcat": views, "resolve": {"scale": {"color": "independent"}}}  # fmt: skip
     with atomic_write(path) as part:
         if path.suffix.lower() == ".svg":

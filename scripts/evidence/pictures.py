@@ -102,7 +102,7 @@ def _results() -> Chart:
 
 
 _TITLES = {
-    "forms": "Llama 3 8B, TP 8, 32,768 tokens, a server with Ascend 910B (simulated)",
+    "forms": "Llama 3 8B, TP 8, 32,768 tokens,\nA2 server, simulated",
     "results": "A layer of 8,192 tokens, simulated",
 }
 

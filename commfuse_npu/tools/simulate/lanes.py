@@ -5,7 +5,7 @@ It shows the rank in the middle, or the one that represents all.
 
 from collections.abc import Mapping, Sequence
 
-from commfuse_npu.tools.drawing import Bit, Chart, Row, gantt
+from commfuse_npu.tools.drawing import Bit, Chart, Row, Size, gantt
 from commfuse_npu.tools.simulate.engine import Simulated
 from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE
 from commfuse_npu.tools.simulate.step import TrainingStep
@@ -19,7 +19,8 @@ _INSTANT = 1e-9
 def layer_picture(step: TrainingStep, variants: Mapping[str, Variant]) -> Chart:
     """A Gantt chart of one layer in each of these variants."""
     rows = [lanes(title, step.parts(variant)) for title, variant in variants.items()]
-    return gantt("One layer, forward and backward", "ms, typical figures; lower is better", rows)
+    axis = "ms, typical figures; lower is better"
+    return gantt("One layer, forward and backward", axis, rows, Size(18, 72, 300))
 
 
 def lanes(title: str, parts: Sequence[Simulated]) -> Row:
