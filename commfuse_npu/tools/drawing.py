@@ -139,8 +139,9 @@ def draw(charts: Sequence[Chart], title: str, path: Path, *, dark: bool = False)
         | {"title": {"text": chart["title"], "subtitle": []}}
         for chart in charts
     ]
-    whole = {"title": {"text": title.split("\n"), "fontSize": 16, "offset": 14}, "config": _themed(dark),
-             "vconcat": views, "resolve": {"scale": {"color": "independent"}}}  # fmt: skip
+    heading = {"text": title.split("\n"), "fontSize": 16, "offset": 14}
+    whole = {"title": heading, "config": _themed(dark), "vconcat": views,
+             "resolve": {"scale": {"color": "independent"}}}  # fmt: skip
     with atomic_write(path) as part:
         if path.suffix.lower() == ".svg":
             part.write_text(library.vegalite_to_svg(whole, vl_version=_VERSION), encoding="utf-8")
