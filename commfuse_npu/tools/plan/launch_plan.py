@@ -23,6 +23,7 @@ from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.timed import LITTLE, Range, has_more
 from commfuse_npu.tools.terminal import table_row
 
+_MORE_MEMORY = 1.1
 _LEGEND = (
     "Simulated, not measured: a step at typical figures of the machine, with the range over its "
     "uncertain figures; memory of the fullest rank, with communicators. Whether CoC and MC2 "
@@ -66,14 +67,18 @@ class LaunchPlan:
     def best(self) -> Form:
         """The form to run the launch in.
 
-        It is the fastest that can be launched and, if any does, fits an NPU.  It has to save a
-        hundredth of a step beside the present form and beside each with a part of its options.  If
-        no form is simulated, it is overlap, else fused layers if any layer is fused, where nothing
-        prevents them.
+        It is the fastest that can be launched and fits an NPU; if none fits by the estimate, that
+        needs at most a tenth more memory than the present one.  It has to save a hundredth of a
+        step beside the present form and beside each with a part of its options.  If no form is
+        simulated, it is overlap, else fused layers if any layer is fused, where nothing prevents
+        them.
         """
         possible = [form for form in self.forms if not form.obstacle]
         timed = [form for form in possible if form.timed]
-        timed = [form for form in timed if form.fits] or timed
+        most = _MORE_MEMORY * (self.reference.gibibytes or 0.0)
+        timed = [form for form in timed if form.fits] or [
+            form for form in timed if (form.gibibytes or 0.0) <= most
+        ]
         for form in timed:
             others = [o for o in timed if o.flags and has_more(form.flags, o.flags)]
             others += [self.reference] if self.reference in timed else []
