@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass, fields, replace
 from types import NoneType, UnionType
 
 import torch
@@ -25,7 +25,7 @@ def check_type(where: str, name: str, value: object, kind: type | UnionType, exp
         raise TypeError(f"{where}: {name} is {given}; pass {expected}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LinearOptions:
     """Options of an op; equal on every rank of the group.
 
@@ -65,3 +65,9 @@ class LinearOptions:
             raise ValueError(
                 f"reduce_dtype is {self.reduce_dtype}; partial sums need a floating-point dtype"
             )
+
+    def __repr__(self) -> str:
+        """The options that are not the default, so that signatures can be read."""
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        given = (f"{field.name}={value!r}" for field, value in values if value != field.default)
+        return f"LinearOptions({', '.join(given)})"
