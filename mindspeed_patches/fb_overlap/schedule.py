@@ -55,7 +55,7 @@ class OverlappedSchedule:
         self._inputs: dict[Step, Any] = {}
         self._outputs: dict[Step, Any] = {}
         self._no_sync: ExitStack | None = None
-        self._synchronised: set[int] = set()
+        self._synchronized: set[int] = set()
 
     def run(self) -> list[Any]:
         """Run the step; return its losses, which only the last stage has."""
@@ -75,15 +75,15 @@ class OverlappedSchedule:
         self._hold_gradients()
         if virtual and config.param_sync_func is not None:
             for chunk in (0, 1):
-                self._synchronise(config.param_sync_func, chunk)
+                self._synchronize(config.param_sync_func, chunk)
         arrived: tuple[Any, Any] = None, None
         for slot, following in zip(self._plan, [*self._plan[1:], Slot(None, None)], strict=True):
             arrived = self._exchange(slot, following, *self._run_slot(slot, *arrived))
         self._release_gradients()
         if config.grad_sync_func is not None:
             for chunk in range(len(self._models)):
-                if chunk not in self._synchronised:
-                    self._synchronise(config.grad_sync_func, chunk)
+                if chunk not in self._synchronized:
+                    self._synchronize(config.grad_sync_func, chunk)
         if finalize is not None:
             if self._stages > 1:
                 finish = schedules.finish_embedding_wgrad_compute
@@ -154,7 +154,7 @@ class OverlappedSchedule:
         virtual = len(self._models) > 1
         if last and (config.grad_sync_func is None or (not virtual and self._stage == 0)):
             self._release_gradients()
-            self._synchronised.add(step.chunk)
+            self._synchronized.add(step.chunk)
         backward_step = self._schedules.backward_step
         gradient = backward_step(
             self._inputs.pop(step),
@@ -245,21 +245,21 @@ class OverlappedSchedule:
         ready = self._later("backward", step, -self._stage)
         if ready is not None and ready.microbatch == self._microbatches - 1:
             self._release_gradients()
-            self._synchronise(self._config.grad_sync_func, ready.chunk)
-            self._synchronised.add(ready.chunk)
+            self._synchronize(self._config.grad_sync_func, ready.chunk)
+            self._synchronized.add(ready.chunk)
 
     def _begin_parameters(self, step: Step) -> None:
         """Start the parameter gather of the chunk after the one that the last stage enters."""
         ahead = self._later("forward", step, self._stage)
         if ahead is not None and ahead.microbatch == 0 and 1 < ahead.chunk + 1 < len(self._models):
-            self._synchronise(self._config.param_sync_func, ahead.chunk + 1)
+            self._synchronize(self._config.param_sync_func, ahead.chunk + 1)
 
     def _later(self, way: str, step: Step, by: int) -> Step | None:
         """The step that this stage runs ``by`` steps after ``step`` (before it, if negative)."""
         number = self._steps[way].index(step) + by
         return self._steps[way][number] if 0 <= number < len(self._steps[way]) else None
 
-    def _synchronise(self, functions: Any, chunk: int) -> None:
+    def _synchronize(self, functions: Any, chunk: int) -> None:
         """Call ``grad_sync_func`` or ``param_sync_func`` of a chunk."""
         function = functions[chunk] if isinstance(functions, list) else functions
         function(self._models[chunk].parameters())
