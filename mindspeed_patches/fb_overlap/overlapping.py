@@ -346,7 +346,7 @@ class Overlapping:
         overlap.states += decision.states
         overlap.waits.clear()
         if overlap.device != "cpu":
-            self.clock = self.clock or _synchronised_clock(overlap.device)
+            self.clock = self.clock or _synchronized_clock(overlap.device)
         if decision.alone is None and self._alone(plain, step, layout) is None:
             shape = layout.shape(step["num_microbatches"])
             plan = slots(*shape)
@@ -381,7 +381,7 @@ def _config(layout: Layout) -> Any:
     return utils.get_model_config(layout.models[0])
 
 
-def _synchronised_clock(device: str) -> Callable[[], float]:
+def _synchronized_clock(device: str) -> Callable[[], float]:
     module = torch.get_device_module(device)
 
     def clock() -> float:
