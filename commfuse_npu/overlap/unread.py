@@ -96,11 +96,8 @@ class Readers(TorchDispatchMode):
             return 0
         tensors = [leaf for leaf in tree_leaves(outputs) if torch.is_tensor(leaf)]
         read = [self._blocks_read]
-        ours = {id(tensors), id(outputs)}
-        for reference in self._tensors:
-            tensor = reference()
-            if tensor is not None and _held_in_python(tensor, ours):
-                read.append(self._depends_on(tensor))
+        alive = tuple(filter(torch.is_tensor, (reference() for reference in self._tensors)))
+        read += map(self._depends_on, _held_in_python(alive, tensors, outputs))
         for node in _nodes(outputs):
             saved = _saved_by(node)
             if saved is None:
@@ -181,13 +178,18 @@ def _saved_by(node: Any) -> list[torch.Tensor] | None:
     return [leaf for leaf in tree_leaves(saved) if torch.is_tensor(leaf)]
 
 
-def _held_in_python(tensor: torch.Tensor, ours: set[int]) -> bool:
-    """Whether an object holds it, other than frames that run and those with these ids.
+def _held_in_python(tensors: tuple[torch.Tensor, ...], *ours: Any) -> list[torch.Tensor]:
+    """Those that an object holds, other than frames that run, the tuple of them, and ``ours``.
 
     A transfer that has just ended may hold its tensors a moment longer, in C++.
     """
-    holders = gc.get_referrers(tensor)
-    return any(not isinstance(one, FrameType) and id(one) not in ours for one in holders)
+    excluded = set(map(id, (tensors, ours, *ours)))
+    held = set[int]()
+    # One pass over all objects of the process; there may be millions.
+    for holder in gc.get_referrers(*tensors):
+        if not isinstance(holder, FrameType) and id(holder) not in excluded:
+            held.update(map(id, gc.get_referents(holder)))
+    return [tensor for tensor in tensors if id(tensor) in held]
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -1,7 +1,9 @@
 """Which results of GEMMs nothing reads, for each kind of reader."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -145,6 +147,13 @@ def test_only_the_blocks_after_the_last_reader_are_unread() -> None:
                 y = Product.apply(x, weight)
             total = total + activation(y)
     assert readers.unread(total) == 2
+
+
+def test_the_objects_of_a_process_are_searched_once_per_run() -> None:
+    """There may be millions."""
+    with mock.patch.object(gc, "get_referrers", wraps=gc.get_referrers) as search:
+        unread(lambda y: (y + y.clone()).view(-1))
+    search.assert_called_once()
 
 
 def test_undefined_results_have_shapes_and_gradients() -> None:
