@@ -1,6 +1,8 @@
 """Whole steps: pipelines, buckets, memory."""
 
+import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +16,8 @@ from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import step as step_module
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint
+from commfuse_npu.tools.simulate.group import collective_seconds
+from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
 from commfuse_npu.tools.simulate.step import TrainingStep, buckets, exposed_end
 from commfuse_npu.tools.simulate.training import Layout, training
@@ -89,19 +93,18 @@ def test_the_tables_of_the_vocabulary_are_exchanged_too() -> None:
         training(model, Layout(8, 1, 2, 1), 8192, micro_batches=4)
         for model in (LLAMA, tied, replace(LLAMA, vocab_size=8))
     )
-    # The embedding's gradients come last and its parameters are needed first.
-    machine = SERVER.machine()
+    free = {"launch_overhead": 0.0, "post_overhead": 0.0, "event_overhead": 0.0}
+    machine = replace(SERVER.machine(), **free)
     steps = [TrainingStep(machine, replace(job, overlaps=(False, False))) for job in jobs]
-    late = [step.time(REFERENCE) for step in steps]
-    two, one, none = (sum(step._buckets(0, 0.0, 0.0)) for step in steps)
-    assert two > one > none
-    with mock.patch.object(TrainingStep, "_buckets", return_value=(0.0, 0.0)):
-        free = [step.time(REFERENCE) for step in steps]
-    exposed = [time - without for time, without in zip(late, free, strict=True)]
-    assert exposed == pytest.approx([two, one, none])
+    both, single, none = (step.breakdown(REFERENCE) for step in steps)
+    # The output layer's table has a bucket of its own, of fp32 gradients and bf16 parameters.
+    table = steps[0].training.table
+    links = Links(machine, 2, stride=8)
+    bucket = sum(collective_seconds(links, size * math.ceil(table / 2)) for size in (4, 2))
+    assert both.dp - single.dp == pytest.approx(bucket)
+    assert single.dp > none.dp
     # A rank's half of the output layer has moments of its own.
-    both, single, _ = (step._optimizer for step in steps)
-    assert both - single == pytest.approx(machine.memory(steps[0].training.table / 2 * 30))
+    assert both.computation - single.computation == pytest.approx(machine.memory(table / 2 * 30))
 
 
 def test_a_host_ahead_lengthens_no_transfer_of_another_group() -> None:
@@ -113,21 +116,26 @@ def test_a_host_ahead_lengthens_no_transfer_of_another_group() -> None:
 
 @pytest.mark.parametrize("form", [MEGATRON, OVERLAP], ids=lambda form: form.name)
 def test_a_step_is_the_sum_of_its_parts(form: Variant) -> None:
-    job = training(LLAMA2_7B, Layout(2, 1, 1, 1), 16384, micro_batch=1, micro_batches=4)
-    step = TrainingStep(SERVER.machine(), job)
-    layers, of_layer = step.chunk(form, 0), step.layer_time(MEGATRON)
+    of_batch = partial(training, LLAMA2_7B, Layout(2, 1, 1, 1), 16384, micro_batch=1)
+    steps = {n: TrainingStep(SERVER.machine(), of_batch(micro_batches=n)) for n in (1, 2, 4)}
+
+    def more(form: Variant, many: int, few: int) -> float:
+        """Seconds of more micro-batches."""
+        return steps[many].time(form) - steps[few].time(form)
+
+    layers, of_layer = steps[4].chunk(form, 0), steps[4].layer_time(MEGATRON)
     in_order = LAYERS * of_layer.seconds
-    ends = sum(step_module._head(step.machine, job.shape, MEGATRON))
-    ends += 2 * step._embedding(MEGATRON)
-    alone = layers.forward + layers.backward + ends
+    ends = more(MEGATRON, 2, 1) - in_order  # the embedding, the output layer and the loss
+    assert ends > 0
     if form is MEGATRON:
         assert layers == (LAYERS * of_layer.forward, LAYERS * of_layer.backward, layers[1], None)
-        micro_batches = 4 * alone
+        assert more(form, 4, 1) == pytest.approx(3 * (in_order + ends))
     else:  # the first forward and the last backward are alone
         assert layers.pair is not None
         assert layers.pair < layers.forward + layers.backward < in_order
-        micro_batches = alone + 3 * (layers.pair + ends)
-    assert step.time(form) == pytest.approx(micro_batches + step._optimizer)
+        assert more(form, 4, 1) == pytest.approx(3 * (layers.pair + ends))
+        shorter = in_order - layers.forward - layers.backward
+        assert steps[1].time(MEGATRON) - steps[1].time(form) == pytest.approx(shorter)
 
 
 def test_gradients_reduced_in_the_last_backward_do_not_wait() -> None:
@@ -135,7 +143,7 @@ def test_gradients_reduced_in_the_last_backward_do_not_wait() -> None:
     steps = [
         TrainingStep(SERVER.machine(), replace(job, overlaps=(on, False))) for on in (True, False)
     ]
-    with mock.patch.object(TrainingStep, "_buckets", return_value=(0.0, 0.0)):
+    with mock.patch.object(step_module, "collective_seconds", return_value=0.0):
         late, early = (step.time(OVERLAP) for step in steps)
     last, backward = steps[0].layer_time(MEGATRON).backward, steps[1].chunk(OVERLAP, 0).backward
     assert late - early == pytest.approx(LAYERS * last - backward)
@@ -152,10 +160,10 @@ def test_a_host_bound_launch_runs_in_megatrons_order() -> None:
 def test_stage_transfers_and_recomputations_lengthen_a_pipeline() -> None:
     job = training(LLAMA2_7B, Layout(2, 1, 1, 4), 4096, micro_batch=1, micro_batches=4)
     step = TrainingStep(SERVER.machine(), job)
-    exposed = pytest.approx(2 * 3 * step._between_stages)
-    with mock.patch.object(TrainingStep, "_between_stages", 0.0):
-        free = step.time(MEGATRON)
-    assert step.time(MEGATRON) - free == exposed
+    inside = step.machine.inside
+    assert step.breakdown(MEGATRON).pp == pytest.approx(
+        2 * 3 * (inside.latency + 4096 / 2 * 2 * H / inside.rate)
+    )
     full = replace(step, training=replace(job, recomputes=True))
     chain = (4 - 1 + 4) * LAYERS / 4  # the longest of stages and micro-batches
     more = full.time(COMPUTE_ONLY) - step.time(COMPUTE_ONLY)
