@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,7 +62,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_context", forkserver)
 
     def small(*what: Any) -> Scale:
-        return scale_of(*what)._replace(rows=128, shrink=32, message=1 << 16, calls=3)
+        return replace(scale_of(*what), rows=128, shrink=32, message=1 << 16, calls=3)
 
     monkeypatch.setattr(Scale, "of", small)
 
@@ -85,7 +86,7 @@ def test_everything_is_measured_described_and_shown(measured, measure, capsys: A
     options = ["--hardware", str(described), "--model", "llama3_8b", "--tp", "2"]
     assert simulate([*options, "--sequence-length", "4096"]) == 0
     # Bold if it is the fastest, which depends on this machine.
-    assert re.search(r"\| (\*\*)?megatron(\*\*)? \| \d", capsys.readouterr().out)
+    assert re.search(r"\| (\*\*)?Megatron's order(\*\*)? \| \d", capsys.readouterr().out)
 
     page = (measured / "measured.md").read_text()
     assert ours == set(re.findall(r"^\| (\w+\.\w+) \|", page, re.MULTILINE))
@@ -247,12 +248,12 @@ def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path, measured, measure, monk
     monkeypatch.setattr(command, "check_backend", lambda device: None)
     why = TrainingError("exit code 1 (x.log)\nOSError: liblcal.so")
     printed = measured_as(code=1, plain=why)
-    assert "plain collectives: failed: exit code 1 (x.log) OSError: liblcal.so" in printed
-    assert "**Could not run**: plain collectives: exit code 1 (x.log); `OSError: lib" in printed
-    assert "## launch, plain collectives: failed" in (measured / "measured.md").read_text()
+    assert "blocking collectives: failed: exit code 1 (x.log) OSError: liblcal.so" in printed
+    assert "**Could not run**: blocking collectives: exit code 1 (x.log); `OSError: lib" in printed
+    assert "## launch, blocking collectives: failed" in (measured / "measured.md").read_text()
     assert not (measured / "measured.yaml").exists()
 
-    left_out = "plain collectives: failed: left out, 1e-06 minutes are over"
+    left_out = "blocking collectives: failed: left out, 1e-06 minutes are over"
     assert left_out in measured_as(code=1, minutes="1e-6")
     printed = measured_as()
     assert started == ["megatron", "fb_overlap", "commfuse", "plain", "plain"]
