@@ -94,6 +94,7 @@ class Agreement:
     Attributes:
         ranks: global rank of each rank of the group.
         rank, size: rank in the group, and its size.
+        control: the group for comparisons.
         order_log: records the order of posts and waits; ``None`` for no record.
         log_number: number of this transport in the order log.
         before_comparing: called before a new operation is compared with the other ranks; it
@@ -110,7 +111,7 @@ class Agreement:
         self.order_log: OrderLog | None = None
         self.log_number = 0
         self.before_comparing: Callable[[], None] = lambda: None
-        self._control = control
+        self.control = control
         self._agreed: set[Hashable] = set()
         # Cache of Transport.begin: the number and the signature that were agreed on.
         self._begun: dict[Hashable, tuple[int, Signature]] = {}
@@ -243,7 +244,7 @@ class Agreement:
         """
         history = self._operation_count - len(self._history), list(self._history)
         differences = []
-        everyone = gather_objects(history, self._control, timeout, _HISTORIES)
+        everyone = gather_objects(history, self.control, timeout, _HISTORIES)
         for peer, peer_history in enumerate(everyone):
             start = max(history[0], peer_history[0])
             here, there = (calls[start - first :] for first, calls in (history, peer_history))
@@ -278,7 +279,7 @@ class Agreement:
         if self.order_log is not None:
             self.order_log.write("meet", self.log_number, name)
         with self._with_others(name, advice):
-            return gather_objects(value, self._control, self.timeout)
+            return gather_objects(value, self.control, self.timeout)
 
     @contextmanager
     def _with_others(self, name: str, advice: str = "") -> Iterator[None]:

@@ -195,13 +195,13 @@ class Transport(Agreement):
         if not self.lane_groups:
             return
         if self._world is dist.group.WORLD:  # else they were destroyed with the old world
-            for group in (*self.lane_groups, self._control):
+            for group in (*self.lane_groups, self.control):
                 dist.destroy_process_group(group)
         # Drop the last references: gloo may abort a process that exits while its groups exist.
         self.lane_groups = ()
         if _of_groups.get(self.group) is self:
             del _of_groups[self.group]
-        del self._control
+        del self.control
         self._closed()
 
     def begin(
@@ -271,6 +271,11 @@ class Transport(Agreement):
         running = Running(self, program, name, dtype, device, tag, log, sum_dtype)
         self._in_flight.add(running)
         return running
+
+    @property
+    def in_flight(self) -> list[str]:
+        """Names of the operations that have begun and not finished."""
+        return [running.name for running in self._in_flight]
 
     def expect_one_thread(self, name: str) -> None:
         """Raise a TransportError if another thread is executing a program.

@@ -1,6 +1,6 @@
 """Programs that call functions of a test, and hooks that observe or replace running programs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from commfuse_npu.plan import RankSpec, Schedule
-from commfuse_npu.plan.instructions import Post
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import GatherUse, Rule
-from commfuse_npu.runtime.executor import Running, Work
+from commfuse_npu.runtime import executor
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
 from tests.random_networks.case import LANES
@@ -36,21 +35,7 @@ def transport(batched: bool = False, lanes: int = 3) -> Transport:
     """
     shared = _all_lanes()
     groups = shared.lane_groups[:lanes]
-    return Transport(shared.group, groups, shared._control, timeout=PATIENT, batched=batched)
-
-
-def watch_posts(patch: pytest.MonkeyPatch, note: Callable[[Running, Post], object]) -> None:
-    """Call ``note(running, post)`` before each post."""
-    go_on = Running._go_on
-
-    def stepwise(self: Running, works: Mapping[str, Work], end: int) -> None:
-        while self._at < end:
-            instruction = self.program.code[self._at]
-            if isinstance(instruction, Post):
-                note(self, instruction)
-            go_on(self, works, self._at + 1)
-
-    patch.setattr(Running, "_go_on", stepwise)
+    return Transport(shared.group, groups, shared.control, timeout=PATIENT, batched=batched)
 
 
 def watch_calls(
@@ -64,6 +49,13 @@ def watch_calls(
         return original(*args, **named)
 
     patch.setattr(owner, name, watched)
+
+
+def watch_posts(patch: pytest.MonkeyPatch, note: Callable[..., object]) -> None:
+    """Call ``note`` before each post of a program, with what is posted."""
+    watch_calls(patch, executor, "post_send", note)
+    watch_calls(patch, executor, "post_receive", note)
+    watch_calls(patch, dist, "batch_isend_irecv", note)
 
 
 def change_programs(patch: pytest.MonkeyPatch, change: Callable[[Program], Program]) -> None:

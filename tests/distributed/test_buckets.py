@@ -13,7 +13,7 @@ import torch.distributed as dist
 from commfuse_npu import Schedule, TransportError
 from commfuse_npu.kernels import kernels_for
 from commfuse_npu.ops import Buckets, LinearOptions
-from tests.distributed.programs import new_link, transport
+from tests.distributed.programs import new_link, transport, watch_posts
 from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF
 
@@ -100,13 +100,16 @@ def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
 def test_a_bucket_is_posted_after_earlier_ones(rank: int, batched: bool) -> None:
     """The first bucket has memory for one of its three pieces."""
     buckets = Buckets(transport(batched), LinearOptions(Schedule(lanes=1, chunks=3)))
-    with mock.patch(SCRATCH, 0):
-        first, second = (buckets.reduce_scatter(torch.ones(12)) for _ in range(2))
-    assert not first.running.all_posted
-    assert second.running._at == 0
-    first.wait()
-    assert second.running._at > 0
-    second.wait()
+    posts = list[object]()
+    with pytest.MonkeyPatch.context() as patch, mock.patch(SCRATCH, 0):
+        watch_posts(patch, lambda *_: posts.append(_))
+        first = buckets.reduce_scatter(torch.ones(12))
+        begun, all_of_it = len(posts), len([*first.running.program.posts])
+        second = buckets.reduce_scatter(torch.ones(12))
+        assert begun == len(posts) < all_of_it
+        first.wait()
+        assert len(posts) > all_of_it
+        second.wait()
 
 
 @on_ranks(2)

@@ -45,27 +45,25 @@ def drawn(dice: random.Random) -> Network:
 def held() -> dict[str, int]:
     """Counts of objects of this idle process, and its resident memory in KiB.
 
-    Idle buffers and compiled programs, which are bounded, and agreed operations are excluded.
+    Compiled programs, which are bounded, and agreed operations are excluded.
     """
     forget_programs()
     transport()._begun.clear()
+    transport().scratch.clear()
     gc.collect()
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc: returns freed memory
     kinds = [type(item) for item in gc.get_objects()]
     files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    pool = transport().scratch
-    # Tensors of idle blocks, and views of them.
-    idle = sum(1 + sum(map(len, block.known.values())) for block in pool._idle.values())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     resident = pages * os.sysconf("SC_PAGESIZE") // 1024
     return {
         "sockets": sum(Path(f).is_symlink() and "socket:" in os.readlink(f) for f in files),
         "threads": len(os.listdir("/proc/self/task")),
-        "in flight": len(transport()._in_flight),
+        "in flight": len(transport().in_flight),
         "handles": kinds.count(Running),
-        "lent": pool.lent,
-        "tensors": sum(issubclass(kind, torch.Tensor) for kind in kinds) - idle,
-        "memory": resident - (pool.idle_bytes >> 10) - AGREED_KIB * len(transport()._agreed),
+        "lent": transport().scratch.lent,
+        "tensors": sum(issubclass(kind, torch.Tensor) for kind in kinds),
+        "memory": resident - AGREED_KIB * len(transport()._agreed),
     }
 
 

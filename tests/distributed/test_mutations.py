@@ -21,6 +21,7 @@ from commfuse_npu.plan.rules import GemmScatter
 from commfuse_npu.runtime import transport
 from tests.distributed.programs import change_programs, new_link
 from tests.limits import BRIEF
+from tests.proof.test_planted_faults import altered
 from tests.random_networks.case import (
     BITS_OF_TORCH,
     Bucket,
@@ -46,7 +47,7 @@ def own_partial_first(patch: pytest.MonkeyPatch) -> None:
             return program
         code = list(program.code)
         last = max(at for at, instruction in enumerate(code) if isinstance(instruction, Add))
-        code[last] = code[last]._replace(terms=code[last].terms[::-1])
+        code[last] = altered(code[last], terms=code[last].terms[::-1])
         return replace(program, code=tuple(code))
 
     change_programs(patch, changed)

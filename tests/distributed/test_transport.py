@@ -1,6 +1,7 @@
 """Transports: copies, bounds of their caches, lane streams, agreement of ranks, profiler ranges."""
 
 import copy
+import gc
 from collections.abc import Iterable
 from types import SimpleNamespace
 from unittest import mock
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 from commfuse_npu.ops import Buckets, LinearOptions, all_gather_linear, linear_reduce_scatter
 from commfuse_npu.plan import Schedule
+from commfuse_npu.plan.program import Program
+from commfuse_npu.plan.rules import forget_programs
 from commfuse_npu.runtime import agreement, executor, post_time
 from commfuse_npu.runtime import transport as runtime_transport
 from commfuse_npu.runtime.gather_objects import gather_objects
@@ -19,15 +22,33 @@ from tests.distributed.ranks import on_ranks
 from tests.limits import PATIENT
 
 
+def programs() -> int:
+    """Number of programs that something still holds."""
+    forget_programs()
+    gc.collect()
+    return sum(type(item) is Program for item in gc.get_objects())
+
+
 @on_ranks(2)
 def test_what_was_agreed_on_is_forgotten_alike(rank: int) -> None:
-    link = new_link()
-    with mock.patch.multiple(agreement, _MOST_AGREED=3, _MOST_BEGUN=3):
+    link, compared = new_link(), list[object]()
+
+    def gather(rows: int) -> None:
+        y = all_gather_linear(torch.ones(rows, 4), torch.ones(3, 4), group=link)
+        assert torch.equal(y, torch.full((2 * rows, 3), 4.0))
+
+    with mock.patch.object(agreement, "_MOST_BEGUN", 3):
+        before = programs()
+        for rows in range(1, 6):
+            gather(rows)
+        link.scratch.clear()
+        assert programs() <= before + 3
+    with pytest.MonkeyPatch.context() as patch, mock.patch.object(agreement, "_MOST_AGREED", 3):
+        watch_calls(patch, agreement, "gather_objects", lambda value, *_: compared.append(value))
         for rows in (1, 2, 3, 4, 5, 1, 2):
-            y = all_gather_linear(torch.ones(rows, 4), torch.ones(3, 4), group=link)
-            assert torch.equal(y, torch.full((2 * rows, 3), 4.0))
+            gather(rows)
             link.agree("another", limit=float(rows))
-            assert max(len(link._agreed), len(link._begun)) <= 3
+    assert len(compared) > 1 + 5, "those that were forgotten are compared again"
 
 
 @on_ranks(3)

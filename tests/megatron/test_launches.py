@@ -36,7 +36,7 @@ class _Count(TorchDispatchMode):
         self.launches: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        name = function._schema.name.removeprefix("aten::")
+        name = function.overloadpacket.__name__
         if name not in _NO_KERNEL:
             self.launches.append(name)
         return function(*args, **(kwargs or {}))

@@ -49,11 +49,14 @@ def test_blocks_are_sent_when_made_and_used_on_arrival(
 
 
 def test_receives_come_first_where_they_are_posted_by_themselves() -> None:
-    spec = RankSpec(Schedule(chunks=2), 1, 4, batched=False)
-    program = rules.GemmScatter(8, 16, 32).program(spec)
+    def compiled(chunks: int) -> Program:
+        spec = RankSpec(Schedule(chunks=chunks), 1, 4, batched=False)
+        return rules.GemmScatter(8, 16, 32).program(spec)
+
+    program = compiled(2)
     first_send = next(n for n, post in enumerate(program.posts) if post.send is not None)
     assert first_send == 2 * 3, "all receives have memory of their own"
-    program = rules.GemmScatter(8, 16, 32).program(spec._replace(schedule=Schedule(chunks=4)))
+    program = compiled(4)
     first_send = next(n for n, post in enumerate(program.posts) if post.send is not None)
     assert first_send == 2 * 3, "two groups are under way; the others wait for their memory"
 

@@ -42,7 +42,7 @@ def test_what_a_slot_needs_was_made_one_slot_before(
         part = step.chunk * stages + stage
         chunk, source = divmod(part - 1 if side == "forward" else part + 1, stages)
         if chunk in range(chunks):
-            assert done[side, source, step._replace(chunk=chunk)] == at - 1
+            assert done[side, source, Step(step.microbatch, chunk)] == at - 1
         assert done["forward", stage, step] < done["backward", stage, step]
 
 

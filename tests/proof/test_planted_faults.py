@@ -68,6 +68,11 @@ def replaced(value: Any, part: tuple[Any, ...], new: tuple[Any, ...]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
+def altered(value: Any, **fields: Any) -> Any:
+    """A copy of a named tuple with other values of these fields."""
+    return value._replace(**fields)
+
+
 def at(code: Code, kind: type[Instruction], number: int = 0) -> int:
     """The position of the instruction of this number among those of its kind."""
     return [k for k, instruction in enumerate(code) if isinstance(instruction, kind)][number]
@@ -91,7 +96,7 @@ def change(kind: type[Instruction], number: int = 0, **fields: Any) -> Fault:
     def to_other_values(code: Code) -> None:
         place = at(code, kind, number)
         values = {name: new(getattr(code[place], name)) for name, new in fields.items()}
-        code[place] = code[place]._replace(**values)
+        code[place] = altered(code[place], **values)
 
     return to_other_values
 
@@ -103,8 +108,8 @@ def posts(**ends: Any) -> Fault:
         place = at(code, Post)
         for way, changes in ends.items():
             transfer, span = getattr(code[place], way)
-            part = span if changes.keys() <= set(span._fields) else transfer
-            code[place] = replaced(code[place], part, part._replace(**changes))
+            part = span if all(hasattr(span, name) for name in changes) else transfer
+            code[place] = replaced(code[place], part, altered(part, **changes))
 
     return to_other_ends
 
@@ -118,7 +123,7 @@ def a_send_with_a_receive(code: Code) -> None:
 def added_too_late(code: Code) -> None:
     """The first sum comes after the GEMM that uses the memory of its own block again."""
     gemm, add = at(code, Compute, 2) + 1, at(code, Add)
-    code[gemm:gemm] = [step._replace(on_side_stream=False) for step in code[add - 1 : add + 1]]
+    code[gemm:gemm] = [altered(step, on_side_stream=False) for step in code[add - 1 : add + 1]]
     del code[add - 1 : add + 1]
 
 
@@ -173,7 +178,7 @@ FAULTS: dict[str, tuple[Group, Fault, str]] = {
     "an unknown buffer": (gather(), posts(send={"buffer": "y"}), "y is neither a buffer of"),
     "a sum over one of its parts": (
         group(BucketScatter(4, 1, 1)),
-        change(Add, 1, out=lambda span: span._replace(stop=3)),
+        change(Add, 1, out=lambda span: altered(span, stop=3)),
         "it writes over what it reads",
     ),
     # Data.
@@ -187,11 +192,11 @@ FAULTS: dict[str, tuple[Group, Fault, str]] = {
         r"other order: its part 0 is gemm\(a\[0, 0:2\] of rank 0.* be gemm\(a\[0, 0:2\] of rank 2",
     ),
     "an input that is changed": (
-        scatter(), change(Add, out=lambda span: span._replace(buffer="weight")),
+        scatter(), change(Add, out=lambda span: altered(span, buffer="weight")),
         "it changes weight",
     ),
     "columns that do not fit": (
-        scatter(chunks=2), change(Compute, ins=lambda ins: (ins[0], ins[1]._replace(columns=None))),
+        scatter(chunks=2), change(Compute, ins=lambda ins: (ins[0], altered(ins[1], columns=None))),
         "the columns of its matrices do not fit$",  # and nothing about the ranks that wait for it
     ),
     "a run of other rows": (
@@ -206,7 +211,7 @@ FAULTS: dict[str, tuple[Group, Fault, str]] = {
     ),
     "blocks of different lengths": (
         together(GemmScatter(2, 2, 4)),
-        change(Collective, source=lambda span: span._replace(stop=span.stop - 1)),
+        change(Collective, source=lambda span: altered(span, stop=span.stop - 1)),
         "its rows are not 3 equal blocks",
     ),
     # Position of the own block.

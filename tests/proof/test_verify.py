@@ -39,7 +39,7 @@ from commfuse_npu.proof.cases import CHUNKS, Case, cases
 from commfuse_npu.proof.verify import counter_examples
 from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.tools.order_log.verify_log import verify_logs
-from tests.proof.test_planted_faults import Code, changed, group, replaced
+from tests.proof.test_planted_faults import Code, altered, changed, group, replaced
 
 
 def long(*sizes: int) -> list[Any]:
@@ -138,7 +138,7 @@ def left_out(data: st.DataObject, program: Program, code: Code) -> None:
 def other_rows(data: st.DataObject, program: Program, code: Code) -> None:
     """Shift any span of any instruction by one row."""
     place, span = data.draw(st.sampled_from(_spans(program)))
-    moved = span._replace(start=span.start + 1, stop=span.stop + 1)
+    moved = altered(span, start=span.start + 1, stop=span.stop + 1)
     code[place] = replaced(code[place], span, moved)
 
 
@@ -155,7 +155,7 @@ def another_transfer(data: st.DataObject, program: Program, code: Code) -> None:
     field = data.draw(st.sampled_from(["step", "lane", "source", "target", "piece"]))
     value = getattr(transfer, field)
     other = f"{value}, perhaps" if field == "piece" else value + 1
-    code[place] = replaced(code[place], transfer, transfer._replace(**{field: other}))
+    code[place] = replaced(code[place], transfer, altered(transfer, **{field: other}))
 
 
 @pytest.mark.parametrize("fault", [left_out, other_rows, another_transfer])

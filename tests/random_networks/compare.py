@@ -42,10 +42,10 @@ def at_rest(link: Transport) -> None:
     Raises:
         RuntimeError: also for a broken transport, or scratch that was not returned.
     """
-    pending = [f"{exchange.name} is still under way" for exchange in link._in_flight]
-    if pending or link._broken is not None or link.scratch.lent:
+    if link.in_flight or link.broken or link.scratch.lent:
         raise RuntimeError(
-            f"{pending}, {link.scratch.lent} arenas of scratch not given back, {link._broken}"
+            f"{link.in_flight} under way, {link.scratch.lent} arenas of scratch not given back, "
+            f"broken: {link.broken and link.error()}"
         )
 
 
