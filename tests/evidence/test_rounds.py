@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def test_the_table_has_a_row_per_form() -> None:
 
 def test_the_command_prints_a_table_per_ratio(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(module, "_context", forkserver)
-    scale = scale_of("llama3_8b", 2)._replace(rows=64, shrink=32)
+    scale = replace(scale_of("llama3_8b", 2), rows=64, shrink=32)
     monkeypatch.setattr(__main__, "scale_of", lambda *_: scale)
     words = ["--works", "mlp", "--rounds", "1", "--forms", "slices-2,ours-c4,auto"]
     assert __main__.main([*words, "--ratios", "1,0", "--json", str(tmp_path / "a.json")]) == 0

@@ -6,8 +6,9 @@ Does not import torch, which the process that asks the ranks need not have.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from commfuse_npu.tools.model_config import ModelConfig
 
@@ -17,7 +18,8 @@ Times = list[dict[str, Any]]
 """Measurements: what was timed, with the ``seconds`` of single calls."""
 
 
-class Scale(NamedTuple):
+@dataclass(frozen=True)
+class Scale:
     """Sizes and repetitions of the measurements.
 
     Attributes:

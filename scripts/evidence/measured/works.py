@@ -6,6 +6,7 @@ Does not import torch, which the process that asks the ranks need not have.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from commfuse_npu.tools.config_file import find_config
@@ -31,7 +32,8 @@ def scale_of(config: str, ranks: int) -> Scale:
         ConfigError: the configuration cannot be read.
     """
     multiple = _BLOCK * ranks
-    return Scale.of(find_config(config), ranks, "cpu")._replace(rows=2048 // multiple * multiple)
+    scale = Scale.of(find_config(config), ranks, "cpu")
+    return replace(scale, rows=2048 // multiple * multiple)
 
 
 class WorkKind(NamedTuple):

@@ -1,6 +1,7 @@
 """Sizes of what is measured, and the verdict on trainings."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -15,7 +16,7 @@ CONFIG = find_config("llama3_8b")
 
 def test_layers_of_a_scale_can_be_shared_by_the_ranks() -> None:
     for ranks, shrink in product((2, 3, 4), (4, 8, 32)):
-        scale = Scale.of(CONFIG, ranks, "cpu")._replace(shrink=shrink)
+        scale = replace(Scale.of(CONFIG, ranks, "cpu"), shrink=shrink)
         widths = scale.hidden, scale.ffn, scale.heads, scale.groups
         assert all(width > 0 and width % ranks == 0 for width in widths)
         assert (scale.heads % scale.groups, scale.head) == (0, 128)
@@ -26,7 +27,7 @@ def test_layers_of_a_scale_can_be_shared_by_the_ranks() -> None:
     sizes = {"qkv": (4096, 768), "proj": (512, 4096), "fc1": (4096, 3584), "fc2": (1792, 4096)}
     assert npu.layers() == sizes
     assert cpu.halves(4) == [512, 256, 128, 64]
-    assert cpu._replace(rows=40).halves(4) == [40, 20]
+    assert replace(cpu, rows=40).halves(4) == [40, 20]
 
 
 # ------------------------------------------------------------------- trainings

@@ -174,15 +174,15 @@ def test_pipelines_are_interleaved_where_that_is_faster() -> None:
 def test_memory_decides_on_recomputation(gib: float, full: bool) -> None:
     model, size = replace(LLAMA3_8B, global_batch_size=2, num_layers=4), gib * 2.0**30
     figures = {**SERVER.figures, "npu.hbm_bytes": Figure(size, size, size, "assumed")}
-    small, fixed = replace(SERVER, figures=figures), Fixed(tp=4, cp=1, pp=1)
-    rows, _ = recommend(model, small, 4, fixed=fixed)
+    small, sizes = replace(SERVER, figures=figures), {"tp": 4, "cp": 1, "pp": 1}
+    rows, _ = recommend(model, small, 4, fixed=Fixed(**sizes))
     first = best(rows)
     assert first.training.recomputes is full
     words = options(model, planned(model, small, first.training, first.form))
     assert ("--recompute-granularity" in words) is full
     if full:
         with pytest.raises(NoLayoutError, match="1 x more memory than an NPU has"):
-            recommend(model, small, 4, fixed=fixed._replace(recomputes=False))
+            recommend(model, small, 4, fixed=Fixed(**sizes, recomputes=False))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     content = json.loads(file.read_text())
     assert content["simulated"] is True
     assert content["recommended"] == content["forms"][0]
-    assert content["recommended"]["layout"] == Layout(4, 1, 1, 1)._asdict()
+    assert content["recommended"]["layout"] == {"tp": 4, "cp": 1, "dp": 1, "pp": 1, "vpp": 1}
     assert content["recommended"]["flags"] == ["--commfuse-overlap"]
 
 
