@@ -87,6 +87,7 @@ class Turns:
         running: the pass whose turn it is.
         passes: all passes, in the order of their creation.
         error: of the pass that failed first.
+        interrupted: whether Ctrl-C came; passes end where they hand over next.
     """
 
     running: Pass
@@ -109,7 +110,7 @@ class Turns:
         # pass needs other ones; around all passes, they are shared as in order.
         self._shares_casts = Autocast(device).enabled
         self._ring: list[Pass] = []
-        self._interrupted = False
+        self.interrupted = False
         self._paused = False
 
     def run(self, functions: Mapping[str, Callable[[], Any]]) -> list[Any]:
@@ -136,7 +137,7 @@ class Turns:
                 self._release(one)
         if self.error is not None:
             raise self.error
-        if self._interrupted:
+        if self.interrupted:
             raise KeyboardInterrupt
         for one in reversed(given):
             self._keep_changes(one, random=one is first)
@@ -295,7 +296,7 @@ class Turns:
         self._check()
 
     def _check(self) -> None:
-        if self._interrupted and self.error is None:
+        if self.interrupted and self.error is None:
             raise KeyboardInterrupt
         if self.error is not None:
             raise OtherPassError(
@@ -308,9 +309,9 @@ class Turns:
         """Ctrl-C takes effect where a pass hands over or ends; a second one at once."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
-            if self._interrupted:
+            if self.interrupted:
                 signal.default_int_handler(number, frame)
-            self._interrupted = True
+            self.interrupted = True
 
         if (
             threading.current_thread() is not threading.main_thread()

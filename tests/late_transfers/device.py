@@ -112,19 +112,19 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
-        kwargs, here = kwargs or {}, self.current
+        kwargs, here, schema = kwargs or {}, self.current, func._schema
         self._find_free()
         result = func(*args, **kwargs)
-        if any(out.alias_info and not out.alias_info.is_write for out in func._schema.returns):
+        if any(out.alias_info and not out.alias_info.is_write for out in schema.returns):
             return result  # a view
         here.clock[here.name] += 1
-        for number, argument in enumerate(func._schema.arguments):
+        for number, argument in enumerate(schema.arguments):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in _tensors(value):
                 # Memory that was allocated before belongs to the main stream.
                 self._touch(func, tensor, writes, self.main)
-        if not any(out.alias_info for out in func._schema.returns):
+        if not any(out.alias_info for out in schema.returns):
             for other, number in self._free.pop(here.name, Clock()).items():
                 if here.clock[other] < number:
                     self.races.append(f"{func} on {here.name} gets memory that {other} uses")
@@ -142,9 +142,7 @@ class Device(TorchDispatchMode):
             return
         name, clock = self.current.name, self.current.clock
         storage, places = tensor.untyped_storage(), _places(tensor)
-        if storage._cdata not in self._memory:
-            self._memory[storage._cdata] = _Memory(storage, owner)
-        last = self._memory[storage._cdata].last
+        last = self._memory.setdefault(storage._cdata, _Memory(storage, owner)).last
         for (other, did), numbers in last.items():
             if (writes or did == "wrote") and (numbers[places] > clock[other]).any():
                 does = "writes" if writes else "reads"

@@ -17,6 +17,7 @@ from commfuse_npu.overlap import RandomState, recompute
 from mindspeed_patches.fb_overlap import Overlapping, pass_states
 from tests.megatron.models import DISTRIBUTED, EXPERTS, RECOMPUTED, Case
 from tests.megatron.training import Trainer, layout
+from tests.proof.test_planted_faults import altered
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 DENSE = Case(tensor=2, microbatches=4, options=RECOMPUTED | DROPOUT | {"num_layers": 3})
@@ -124,19 +125,20 @@ def wrong_gradients() -> Any:
 
     def zeros(made: Any, before: Any, args: Any) -> Any:
         hidden, *others = made.outputs
-        return joined(made._replace(outputs=(hidden * 0, *others)), before, args)
+        return joined(altered(made, outputs=(hidden * 0, *others)), before, args)
 
     return mock.patch.object(recompute, "_joined", zeros)
 
 
 def inputs_of_another_checkpoint() -> Any:
-    run, calls = recompute._Checkpoint._run, list[Any]()
+    checkpoint, calls = recompute._Checkpoint, list[Any]()
+    run = checkpoint._run
 
     def run_another(self: Any, args: Any) -> Any:
         calls.append(args)
         return run(self, calls[-2] if len(calls) > 1 else args)
 
-    return mock.patch.object(recompute._Checkpoint, "_run", run_another)
+    return mock.patch.object(checkpoint, "_run", run_another)
 
 
 def without(owner: Any, name: str) -> Any:

@@ -83,15 +83,16 @@ def without_groups_afterwards() -> Iterator[None]:
     from megatron.core import parallel_state
     from torch.distributed import destroy_process_group, distributed_c10d
 
-    before = set(distributed_c10d._world.pg_map)
+    groups = distributed_c10d._world.pg_map
+    before = set(groups)
     try:
         yield
     finally:
         parallel_state.destroy_model_parallel()
         # Megatron does not reset these and would use them for the next layout.
-        parallel_state._EMBEDDING_GLOBAL_RANKS = None
-        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
-        for group in set(distributed_c10d._world.pg_map) - before:
+        for name in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
+            setattr(parallel_state, name, None)
+        for group in set(groups) - before:
             destroy_process_group(group)
 
 

@@ -1,5 +1,6 @@
 """Ctrl-C while a forward and a backward take turns ends both."""
 
+import inspect
 import itertools
 import os
 import signal
@@ -36,7 +37,7 @@ def test_ctrl_c_in_a_wait_for_the_turn_ends_both_sides(rank: int) -> None:
         while Path(f"/proc/self/task/{os.getpid()}/stat").read_text().split()[2] != "S":
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
-        while not active_turns()._interrupted:
+        while not active_turns().interrupted:
             time.sleep(0.01)
         transfer("backward")
 
@@ -82,7 +83,7 @@ def test_ctrl_c_at_any_instruction_ends_all_passes(rank: int) -> None:
     for at in itertools.count(1):
         left = at
         # From Python 3.12 on settrace reports instructions only if a frame on the stack asks.
-        sys._getframe().f_trace_opcodes = True
+        inspect.currentframe().f_trace_opcodes = True
         sys.settrace(trace)
         try:
             overlap.run(lambda: side("forward", 1), backward)
