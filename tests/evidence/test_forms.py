@@ -15,6 +15,7 @@ from commfuse_npu.kernels import cpu
 from commfuse_npu.ops import all_gather_linear, linear_reduce_scatter
 from commfuse_npu.ops.call import WeightGradient
 from commfuse_npu.ops.tuning import decisions
+from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.measure.steps import Scale
 from commfuse_npu.tools.model_config import ModelConfig
@@ -49,12 +50,14 @@ def test_every_form_computes_the_same(rank: int) -> None:
             assert difference <= 1e-4, (work, form)
             # Whole GEMMs, the same additions: the same bits.
             assert not difference or form not in ("p2p", "megatron"), (work, form)
-    worker._reference[1][0, 0, 0] = math.nan
-    assert worker.check("slices-4") == math.inf
+    with mock.patch.object(cpu, "gemm_into", lambda out, a, b: out.fill_(math.nan)):
+        assert worker.check("slices-4") == math.inf
     # Passes that take turns have Megatron's bits.
     worker.set_up("micro-batches", _scale(worker.size), None)
-    assert worker.check("fb-overlap") == 0
-    assert worker._forms["fb-overlap"]._overlap.runs
+    run = ForwardBackwardOverlap.run
+    with mock.patch.object(ForwardBackwardOverlap, "run", autospec=True, side_effect=run) as pair:
+        assert worker.check("fb-overlap") == 0
+    pair.assert_called()
     assert worker.round(["fb-overlap"])[0].total > 0
     # With GEMMs that sleep.
     worker.set_up("mlp", _scale(worker.size), 1e6)
@@ -62,14 +65,14 @@ def test_every_form_computes_the_same(rank: int) -> None:
     assert 0 == computing.blocked < computing.total
     assert 0 < waiting.blocked < waiting.total
     # What is tuned at one rate of the links is tried again at the next.
-    worker._gemms = mock.Mock(wraps=worker._gemms)
-    worker.check("auto")
-    worker._gemms.assert_called_once()  # it tunes itself beside GEMMs that sleep
-    tuned = decisions(worker._transport)
+    with mock.patch.object(forms, "SleepingGemms", wraps=SleepingGemms) as sleeping:
+        worker.check("auto")
+    sleeping.assert_called_once()  # it tunes itself beside GEMMs that sleep
+    tuned = decisions(worker.transport)
     assert tuned
     worker.set_up("mlp", _scale(worker.size), 1e6)
     assert not tuned
-    worker._transport.close()
+    worker.transport.close()
 
 
 # ------------------------------------------------------------------- recorded order

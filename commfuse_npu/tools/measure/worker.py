@@ -65,14 +65,18 @@ class MeasuredExchange:
 
 
 class Worker:
-    """One rank of the initialized default process group, with a lane of its own per peer."""
+    """One rank of the initialized default process group.
+
+    Attributes:
+        transport: has a lane per peer; whoever needs the worker no longer closes it.
+    """
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self._transport = Transport.create(lanes=max(1, self.size - 1))
-        self._device = torch.device(self._transport.device_type)
-        group = self._transport.group
+        self.transport = Transport.create(lanes=max(1, self.size - 1))
+        self._device = torch.device(self.transport.device_type)
+        group = self.transport.group
         self._kernels = kernels_for(self._device)
         on_cpu = self._device.type == "cpu"
         self._module: Any = None if on_cpu else torch.get_device_module(self._device)
@@ -94,7 +98,7 @@ class Worker:
             "system": f"{platform.system()} {platform.release()}",
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "backend": dist.get_backend(self._transport.lane_groups[0]),
+            "backend": dist.get_backend(self.transport.lane_groups[0]),
             "cores": os.cpu_count(),
             "device": self._device.type,
         }
@@ -108,8 +112,8 @@ class Worker:
 
     def links(self, scale: Scale) -> Times:
         """Half a ping-pong between ranks 0 and 1, and a message to each peer, a lane each."""
-        lane = self._transport.lane_groups[0]
-        ranks = self._transport.ranks
+        lane = self.transport.lane_groups[0]
+        ranks = self.transport.ranks
         token = torch.zeros(8, dtype=torch.uint8, device=self._device)
 
         def to_and_fro() -> None:
@@ -117,7 +121,7 @@ class Worker:
                 post = dist.isend if turn == self.rank else dist.irecv
                 operation = dist.P2POp(post, token, ranks[1 - self.rank], lane)
                 for work in dist.batch_isend_irecv([operation]):
-                    self._transport.wait_for(work)
+                    self.transport.wait_for(work)
 
         pings = self._stopwatch.times(to_and_fro, scale.calls)
         halves = [seconds / (2 * _TURNS) for seconds in pings] if self.rank < 2 else []
@@ -129,11 +133,11 @@ class Worker:
 
     def messages(self, size: int, calls: int) -> list[float]:
         """A message of ``size`` bytes to each peer, and one from each, at once."""
-        return self._stopwatch.times(MeasuredExchange(self._transport, size).run, calls)
+        return self._stopwatch.times(MeasuredExchange(self.transport, size).run, calls)
 
     def collectives(self, scale: Scale) -> Times:
         """The backend's collectives in bf16 of ``message`` bytes from each rank to each other."""
-        group = self._transport.group
+        group = self.transport.group
         times = []
         blocks = self._numbers(self.size, scale.message // 2)
         for name, call in {
@@ -161,8 +165,8 @@ class Worker:
         """
         calls = 2 * scale.calls
         # One exchange per lane, all posted before the waits: a device overlaps them.
-        exchange = MeasuredExchange(self._transport, 8)
-        posts = len(exchange.swaps) * (1 if self._transport.batched else 2)
+        exchange = MeasuredExchange(self.transport, 8)
+        posts = len(exchange.swaps) * (1 if self.transport.batched else 2)
         times = {"post": [seconds / posts for seconds in self._of_host(exchange.run, calls)]}
         if self._module is not None:
             times["GEMM"] = self._of_host(self._product(16, 16, 16), calls)
@@ -177,12 +181,12 @@ class Worker:
         inputs, outputs = scale.layers()["fc1"]
         gemm = self._product(scale.rows // 4, inputs, outputs)
         calls = scale.calls
-        exchange = MeasuredExchange(self._transport, scale.message)
+        exchange = MeasuredExchange(self.transport, scale.message)
         alone = self._stopwatch.times(exchange.run, calls)
         times = math.floor(_SHARE * min(alone) / min(self._stopwatch.times(gemm, calls)))
         # The same number on all ranks.
         fewest = torch.tensor(float(max(1, times)), device=self._device)
-        dist.all_reduce(fewest, dist.ReduceOp.MIN, group=self._transport.group)
+        dist.all_reduce(fewest, dist.ReduceOp.MIN, group=self.transport.group)
         repeats = range(int(fewest.item()))
 
         def gemms() -> None:

@@ -241,10 +241,10 @@ class FormsWorker(Worker):
         self._scale = scale
         self._gflops = gflops
         self._reference: list[torch.Tensor] = []
-        decisions(self._transport).clear()
-        self._transport.scratch.clear()  # its buffers have other shapes
+        decisions(self.transport).clear()
+        self.transport.scratch.clear()  # its buffers have other shapes
         names = COMPUTE, *NAMES
-        self._forms = {name: form_of(name, self._transport) for name in names}
+        self._forms = {name: form_of(name, self.transport) for name in names}
 
     def check(self, name: str) -> float:
         """The largest difference of a form's outputs and gradients from the reference's.

@@ -24,7 +24,7 @@ def test_gloo_posts_sends_and_receives_one_by_one(rank: int) -> None:
     worker._of_host = lambda post, calls: [8.0]
     scale = Scale.of(find_config("llama3_8b"), 3, "cpu")
     assert worker.host(scale) == [{"what": "post", "seconds": [2.0]}]
-    worker._transport.close()
+    worker.transport.close()
 
 
 class Asked:
