@@ -44,12 +44,12 @@ def main(command: Sequence[str] | None = None) -> None:
     """Run ``command``, a script and its arguments, by default those of this process."""
     die_with_parent()
     words = list(sys.argv[1:] if command is None else command)
-    run = _MeasuredRun(blocking=words[:1] == ["--blocking"])
+    run = MeasuredRun(blocking=words[:1] == ["--blocking"])
     launch.main(words[1:] if run.blocking else words, run.prepare)
     run.tell()
 
 
-class _MeasuredRun(TrainedState):
+class MeasuredRun(TrainedState):
     """A training run that is measured."""
 
     def __init__(self, blocking: bool) -> None:

@@ -105,8 +105,7 @@ def test_what_is_usual_is_not_overruled_by_less_than_the_spread() -> None:
 def test_a_tuning_file_with_other_content_is_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes, why: str
 ) -> None:
-    file = tuning._file(tmp_path / "a folder, ünmade", QUESTION)
-    assert file != tuning._file(file.parent, {**QUESTION, "group": [2]})
+    file = tmp_path / "a folder, ünmade" / "answer.json"
     for answer in sorted(CHOICES):
         assert tuning.remembered(file, QUESTION, ()) is None
         tuning.remember(file, {**ENTRY, "answer": answer})

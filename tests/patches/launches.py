@@ -4,7 +4,6 @@ import argparse
 from typing import Any
 
 from mindspeed_patches.feature import CommFuseFeature
-from mindspeed_patches.patching import PatchManager
 
 ULYSSES = {
     "context_parallel_size": 4,
@@ -41,8 +40,15 @@ def early(*options: str, **others: Any) -> argparse.Namespace:
     return args
 
 
-def registered(args: argparse.Namespace) -> dict[str, Any]:
-    """The wrappers that a launch registers, by the path of the function."""
-    manager = PatchManager()
+class Registered(dict[str, list[Any]]):
+    """A patch manager that only notes the wrappers, by the path of the function."""
+
+    def register_patch(self, path: str, wrapper: Any) -> None:
+        self.setdefault(path, []).append(wrapper)
+
+
+def registered(args: argparse.Namespace) -> Registered:
+    """What a launch registers."""
+    manager = Registered()
     CommFuseFeature().register_patches(manager, args)
-    return manager._wrappers
+    return manager

@@ -5,15 +5,24 @@ import re
 import sys
 import types
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from commfuse_npu.launch.refusals import IncompatibleOptionsError
+from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.training_options import register_wrappers
-from tests.patches.launches import DATA_PARALLEL, ULYSSES, early, real_arguments, registered
+from tests.patches.launches import (
+    DATA_PARALLEL,
+    ULYSSES,
+    Registered,
+    early,
+    real_arguments,
+    registered,
+)
 
 ALONE = {"tensor_model_parallel_size": 1}
 NO_CP = {"context_parallel_size": 1}
@@ -57,16 +66,19 @@ def test_what_needs_no_tensor_parallelism(option: str, others: dict[str, Any]) -
 
 
 def test_overlap_wraps_schedules_and_checkpoints_unless_refused() -> None:
-    feature, manager, names = CommFuseFeature(), PatchManager(), argparse.Namespace
+    feature, manager, names = CommFuseFeature(), Registered(), argparse.Namespace
     parser = argparse.ArgumentParser()
     feature.register_args(parser)
     assert not feature.is_need_apply(parser.parse_args([]))
     args = parser.parse_args(["--commfuse-overlap", "--commfuse-order-log", "a folder"])
     assert feature.is_need_apply(args)
-    feature.register_patches(manager, args)
+    with mock.patch("mindspeed_patches.feature.Overlapping", wraps=Overlapping) as made:
+        feature.register_patches(manager, args)
+    assert made.call_args.kwargs["order_log"] == "a folder"
+    assert made.call_args.kwargs["alone"] is None
     pipeline = {"commfuse_overlap": True, "pipeline_model_parallel_size": 4}
     schedules = "megatron.core.pipeline_parallel.schedules"
-    wrapped = {path.rpartition("tensor_parallel.")[2] for path in manager._wrappers}
+    wrapped = {path.rpartition("tensor_parallel.")[2] for path in manager}
     assert wrapped == {
         *(f"{schedules}.{name}" for name in ("forward_step", "backward_step")),
         f"{schedules}.get_forward_backward_func",
@@ -76,12 +88,12 @@ def test_overlap_wraps_schedules_and_checkpoints_unless_refused() -> None:
         "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup."
         "register_grad_ready",
     }
-    assert getattr(feature.overlapping, "_order_log", None) == "a folder"
     for more in ({"commfuse_overlap_memory": 1}, {"virtual_pipeline_model_parallel_size": 2}):
         feature.validate_args(names(**pipeline, **more))
-    assert getattr(feature.overlapping, "_always_alone", "") is None
-    feature.register_patches(manager, names(**pipeline, stage="dpo"))
-    assert feature.overlapping._always_alone == "--stage dpo: it has a pipeline schedule of its own"
+    with mock.patch("mindspeed_patches.feature.Overlapping") as made:
+        feature.register_patches(manager, names(**pipeline, stage="dpo"))
+    said = "--stage dpo: it has a pipeline schedule of its own"
+    assert made.call_args.kwargs["alone"] == said
     with pytest.warns(FutureWarning, match="--commfuse-fb-overlap is now --commfuse-overlap"):
         assert parser.parse_args(["--commfuse-fb-overlap"]).commfuse_overlap
     for option, name, value in (

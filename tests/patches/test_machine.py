@@ -2,11 +2,12 @@
 
 import logging
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 
+from commfuse_npu.ops import LinearOptions
 from commfuse_npu.plan import Schedule, default_shape
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.patching import PatchManager
@@ -45,12 +46,18 @@ def opened(monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-def obstacle(wrappers: LinearWrappers, rows: int) -> str | None:
-    """The obstacle of a row-parallel layer with blocks of ``rows`` rows."""
+def called(wrappers: LinearWrappers, rows: int, accumulates: bool = True) -> LinearOptions | str:
+    """The options of a row-parallel layer with blocks of ``rows`` rows, or why it is not fused."""
     layer = SimpleNamespace(
-        commfuse_layer="fc2", input_is_parallel=True, sequence_parallel=True, config=None
-    )
-    return wrappers._obstacle(layer, rows)
+        commfuse_layer="fc2", input_is_parallel=True, sequence_parallel=True, config=None,
+        gradient_accumulation_fusion=accumulates, skip_bias_add=True, bias=None, weight=None,
+    )  # fmt: skip
+    wrappers.calls.clear()
+    x = torch.empty(rows * wrappers.lanes().size, 1, device="meta")
+    with patch(f"{LOGGER}.linear_reduce_scatter") as fused:
+        wrappers.row_forward_wrapper(MagicMock(__name__="forward"))(layer, x)
+    ((_, reason),) = wrappers.calls
+    return fused.call_args.kwargs["options"] if reason == "fused" else reason
 
 
 @pytest.mark.parametrize(
@@ -68,12 +75,13 @@ def test_layers_of_few_rows_stay_megatrons_on_a_described_npu(
     opened, name, tp, options, hidden, least, collectives
 ) -> None:
     wrappers = opened(name, tp, options, hidden_size=hidden)
-    assert obstacle(wrappers, max(1, least)) is None
+    for accumulates in (False, True):
+        options = called(wrappers, max(1, least), accumulates)
+        assert isinstance(options, LinearOptions), options
+        assert options.collectives_from == collectives
     if least:
-        reason = obstacle(wrappers, least - 1)
-        assert reason is not None
+        reason = str(called(wrappers, least - 1))
         assert reason.startswith(f"a block has fewer than {least} rows")
-    assert [chosen.collectives_from for chosen in wrappers._options.values()] == [collectives] * 2
 
 
 @pytest.mark.parametrize(
@@ -82,12 +90,15 @@ def test_layers_of_few_rows_stay_megatrons_on_a_described_npu(
 def test_what_a_post_costs_decides_on_rows_and_chunks(opened, caplog, post, rows, chunks) -> None:
     with caplog.at_level(logging.INFO, LOGGER):
         wrappers = opened(A2, 8, post=post, seq_length=8 * 4096)
-    assert [obstacle(wrappers, n) is None for n in (rows, rows - 1)] == [True, False]
-    assert wrappers._options[True].schedule.chunks == chunks
-    (record,) = caplog.records
+    fused, left = called(wrappers, rows), called(wrappers, rows - 1)
+    assert isinstance(left, str)
+    assert isinstance(fused, LinearOptions), fused
+    assert fused.schedule.chunks == chunks
+    record, *_ = caplog.records
     assert record.getMessage().startswith(
         f"CommFuse: a post takes the slowest host {1e6 * post:.0f} us (measured): blocks of "
         f"{rows} rows or more are fused, in {chunks} chunks; "
     )
-    chosen = opened(A2, 8, "--commfuse-chunks 4", post=post)
-    assert chosen._options[True].schedule.chunks == 4
+    given = called(opened(A2, 8, "--commfuse-chunks 4", post=post), rows)
+    assert isinstance(given, LinearOptions), given
+    assert given.schedule.chunks == 4

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from mindspeed_patches import measured
+from mindspeed_patches.measured import MeasuredRun
 
 
 def test_collectives_of_the_tensor_parallel_group_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    group, other, run, waits = object(), object(), measured._MeasuredRun(blocking=True), []
+    group, other, run, waits = object(), object(), MeasuredRun(blocking=True), []
     state = SimpleNamespace(get_tensor_model_parallel_group=lambda check_initialized: group)
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
 
@@ -58,7 +59,7 @@ def test_its_wrapper_comes_after_those_of_the_feature(monkeypatch: pytest.Monkey
 def test_the_bits_are_those_of_the_end(one_rank: None, capsys: Any, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 << 20, 10 << 20))
-    run, model = measured._MeasuredRun(blocking=True), torch.nn.Linear(2, 2)
+    run, model = MeasuredRun(blocking=True), torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="never called setup_model_and_optimizer"):
         run.tell()
     optimizer = SimpleNamespace(optimizer=torch.optim.SGD(model.parameters()))

@@ -10,15 +10,25 @@ from mindspeed_patches.rehearsal.worker import CollectiveCounter
 from tests.distributed.ranks import on_ranks
 
 
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Replace functions of ``torch.distributed`` until ``patch`` restores them."""
+    for module in (dist, dist.distributed_c10d):
+        for name, value in vars(module).items():
+            if callable(value):
+                patch.setattr(module, name, value)
+    gloo_for_hccl.install()
+
+
 @on_ranks(2)
 def test_what_is_sent_may_be_freed(rank: int) -> None:
     """An exchange whose input is overwritten and freed before the other rank takes part."""
-    exchange = gloo_for_hccl._with_other_arguments("all_to_all_single")
     output, sent = torch.empty(2), torch.full((2,), rank + 1.0)
     other = dist.new_group()  # a barrier waits for the transfers of its group
     if rank:
         dist.barrier(other)
-    work = exchange(output, sent, async_op=True)
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        work = dist.all_to_all_single(output, sent, async_op=True)
     if not rank:
         sent.fill_(-1.0)
         sent.untyped_storage().resize_(0)
@@ -30,20 +40,19 @@ def test_what_is_sent_may_be_freed(rank: int) -> None:
 @pytest.mark.parametrize("sizes", [[3, 1], [0, 2], [2, 2]])
 @on_ranks(2)
 def test_parts_of_an_all_gather_may_be_uneven(rank: int, sizes: list[int]) -> None:
-    gather = gloo_for_hccl._gather_uneven(dist.all_gather)
     parts = [torch.full((size, 2), -1.0) for size in sizes]
-    gather(parts, torch.full((sizes[rank], 2), rank + 1.0), async_op=True).wait()
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        dist.all_gather(parts, torch.full((sizes[rank], 2), rank + 1.0), async_op=True).wait()
     full = [torch.full((size, 2), number + 1.0) for number, size in enumerate(sizes)]
     assert all(map(torch.equal, parts, full))
 
 
 def test_groups_are_gloos_and_each_collective_is_counted_once(monkeypatch) -> None:
-    for module in (dist, dist.distributed_c10d):  # restores what is replaced
-        for name, value in vars(module).items():
-            if callable(value):
-                monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(executor, "post_send", lambda group, *what: what)  # gloo refuses itself
-    gloo_for_hccl.install()
+    install(monkeypatch)
+    emulated = lambda tensor: dist.all_reduce(tensor)  # noqa: E731
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", emulated)
     counter, tensor = CollectiveCounter(), torch.ones(2)
     counter.install()
     hccl = {"backend": "hccl", "pg_options": object()}
@@ -61,7 +70,7 @@ def test_groups_are_gloos_and_each_collective_is_counted_once(monkeypatch) -> No
         assert output.tolist() == [0.0, 1.0, 2.0]
         assert executor.post_send(group, [tensor], 0, 1) == ([tensor], 0, 1)
         assert dist.P2POp(dist.isend, tensor, 0, group).op is dist.isend  # torch accepts it
-        counter._counted("emulated", lambda: dist.all_reduce(tensor))()
+        dist.reduce_scatter_tensor(tensor)
         # A collective that fails does not stop the count.
         with pytest.raises(TypeError):
             dist.all_reduce("no tensor")
@@ -74,6 +83,6 @@ def test_groups_are_gloos_and_each_collective_is_counted_once(monkeypatch) -> No
         "tensor model parallel: isend": 1,
         "default pg: broadcast": 1,
         "default pg: all_gather_object": 1,
-        "default pg: emulated": 1,
+        "default pg: reduce_scatter_tensor": 1,
         "default pg: all_reduce": 2,
     }
