@@ -16,11 +16,10 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from mindspeed_patches.core_pieces import Piece
 from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.fb_overlap.core_versions import PIECES
-from mindspeed_patches.patching import PatchManager
 from tests.distributed.ranks import on_ranks
 from tests.megatron.cores import RECOMPUTED_TP
 from tests.megatron.models import Case, gpt, settings
-from tests.megatron.training import Trainer, launched, layout
+from tests.megatron.training import Trainer, launched, layout, patched
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 NEW = Parameter("novelty", Parameter.KEYWORD_ONLY)
@@ -61,16 +60,12 @@ def test_what_is_missing_is_named(capsys: Any) -> None:
 
 def changed_later(rank: int) -> tuple[int, str]:
     """MindSpeed's patch manager imports Megatron after the registration."""
-    printed, manager, overlapping = io.StringIO(), PatchManager(), Overlapping()
+    printed, overlapping = io.StringIO(), Overlapping()
     with layout(RECOMPUTED_TP):
         own = Trainer(RECOMPUTED_TP).run(2)
-        overlapping.register(manager)
-        manager.apply_patches()
-        try:
-            with changed(f"{SCHEDULES}.backward_step", add=True), redirect_stdout(printed):
-                assert Trainer(RECOMPUTED_TP).run(2) == own
-        finally:
-            manager.remove_patches()
+        another = changed(f"{SCHEDULES}.backward_step", add=True)
+        with patched(overlapping), another, redirect_stdout(printed):
+            assert Trainer(RECOMPUTED_TP).run(2) == own
     return overlapping.recomputation.ahead.count, printed.getvalue()
 
 

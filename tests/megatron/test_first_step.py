@@ -1,10 +1,8 @@
 """What the first step of a model finds, and what is left of it when it fails or the model goes."""
 
 import gc
-import io
 import weakref
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.fb_overlap.pass_states import Census
 from tests.megatron.models import RECOMPUTED, Case
-from tests.megatron.training import Trainer, layout, started
+from tests.megatron.training import Trainer, in_both_orders, layout, started
 
 DENSE = Case(tensor=2, microbatches=2, options={"num_layers": 2})
 DROPOUT = {"hidden_dropout": 0.1}
@@ -55,17 +53,13 @@ def fail_once(trainer: Trainer) -> None:
 
 def trained(rank: int, case: Case, change: Callable[[Trainer], None]) -> str:
     """What was printed, after a comparison of bits with a training without overlap."""
-    printed = io.StringIO()
-    overlapping = Overlapping()
-    with layout(case):
-        own = Trainer(case)
-        change(own)
-        bits = own.run(3)
-        with started(overlapping), redirect_stdout(printed):
-            ours = Trainer(case)
-            change(ours)
-            assert ours.run(3) == bits
-    return printed.getvalue()
+
+    def train() -> str:
+        trainer = Trainer(case)
+        change(trainer)
+        return trainer.run(3)
+
+    return in_both_orders(case, train)[1]
 
 
 def test_a_backward_that_draws_runs_beside_no_forward(ranks: Any) -> None:

@@ -15,9 +15,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.fb_overlap.recomputation import Recomputation
-from mindspeed_patches.patching import PatchManager
 from tests.megatron.models import EXPERTS, RECOMPUTED, Case, settings
-from tests.megatron.training import Trainer, layout, started
+from tests.megatron.training import Trainer, layout, patched, started
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 LAYERS, MICROBATCHES = 3, 2
@@ -207,13 +206,8 @@ def with_other_layers(rank: int, function_of: Any, unfrozen_at: int) -> int:
     RECOMPUTATION = Recomputation()
     with layout(Case()):
         own = gradients(function_of, unfrozen_at)
-        manager = PatchManager()
-        RECOMPUTATION.register(manager)
-        manager.apply_patches()
-        try:
+        with patched(RECOMPUTATION):
             ours = gradients(function_of, unfrozen_at)
-        finally:
-            manager.remove_patches()
     assert list(map(torch.equal, own, ours)) == [True] * len(own)
     return RECOMPUTATION.left_out
 

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from mindspeed_patches.fb_overlap import Overlapping
 from tests.megatron.models import EXPERTS, RECOMPUTED, Case
-from tests.megatron.training import Trainer, layout, started
+from tests.megatron.training import Trainer, in_both_orders, layout, started
 
 LAYERS = 3
 MICROBATCHES = 2, 1, 4, 3
@@ -42,7 +42,7 @@ class Counted:
         self.norms += 1
 
 
-def trained(rank: int, in_order: bool) -> list[str]:
+def trained(in_order: bool) -> list[str]:
     """Bits of an actor and of a critic, with evaluations and a reference between their steps.
 
     Args:
@@ -67,12 +67,7 @@ def trained(rank: int, in_order: bool) -> list[str]:
 
 def compare(rank: int, in_order: bool) -> SimpleNamespace:
     """Numbers of pairs and of recomputations ahead, after a comparison of all bits."""
-    overlapping = Overlapping()
-    with layout(DENSE):
-        own = trained(rank, in_order)
-        with started(overlapping):
-            ours = trained(rank, in_order)
-    assert ours == own
+    overlapping, _ = in_both_orders(DENSE, lambda: trained(in_order))
     assert overlapping.overlap is not None
     return SimpleNamespace(
         pairs=overlapping.overlap.hand_overs["forward"], ahead=overlapping.recomputation.ahead.count
@@ -114,13 +109,8 @@ class Chunked(Trainer):
 
 def with_chunks(rank: int) -> int:
     """The number of pairs, after a comparison of all bits."""
-    overlapping = Overlapping()
     case = replace(DENSE, replicas=2, microbatches=3)
-    with layout(case):
-        own = Chunked(case).run(3)
-        with started(overlapping):
-            ours = Chunked(case).run(3)
-    assert ours == own
+    overlapping, _ = in_both_orders(case, lambda: Chunked(case).run(3))
     assert overlapping.overlap is not None
     return overlapping.overlap.hand_overs["forward"]
 

@@ -18,9 +18,8 @@ from commfuse_npu.overlap import weight_gradients as queues
 from commfuse_npu.overlap.weight_gradients import WeightGradients
 from mindspeed_patches.fb_overlap import weight_gradients
 from mindspeed_patches.fb_overlap.weight_gradients import WeightGradientDeferral
-from mindspeed_patches.patching import PatchManager
 from tests.megatron.models import BF16, DISTRIBUTED, RECOMPUTED, Case, settings
-from tests.megatron.training import Trainer, layout
+from tests.megatron.training import Trainer, layout, patched
 
 LAYERS, MICROBATCHES, STEPS = 2, 3, 2
 LINEARS = 4 * LAYERS
@@ -47,17 +46,6 @@ CASES = {
     ),
 }
 """Layouts, and how many gradients of all steps wait."""
-
-
-@contextlib.contextmanager
-def wrapped() -> Iterator[None]:
-    manager = PatchManager()
-    WeightGradientDeferral().register(manager)
-    manager.apply_patches()
-    try:
-        yield
-    finally:
-        manager.remove_patches()
 
 
 class Runs:
@@ -96,7 +84,7 @@ def running(wrap: bool = True) -> Iterator[Runs]:
 
     with contextlib.ExitStack() as stack:
         if wrap:
-            stack.enter_context(wrapped())
+            stack.enter_context(patched(WeightGradientDeferral()))
         stack.enter_context(mock.patch.object(schedules, "backward_step", backward_step))
         yield run
 
@@ -311,7 +299,7 @@ def of_rules(rank: int) -> dict[str, list[int]]:
             own = Layer(fused)
             for _ in range(3):
                 backward(own)
-            with wrapped():
+            with patched(WeightGradientDeferral()):
                 ours = Layer(fused)
                 run = Runs(dist.group.WORLD)
                 for _ in range(2):
@@ -341,7 +329,7 @@ def with_faults(rank: int) -> tuple[bool, bool, str]:
         for _ in range(2):
             two.backward_of_two_uses()
         failed.backward_three_times(lambda backward: backward())
-        with wrapped():
+        with patched(WeightGradientDeferral()):
             run = Runs(dist.group.WORLD)
             swapped, recovered, other = (Layer(fused) for fused in (True, False, False))
             with mock.patch.object(queues, "deque", LastFirst):

@@ -5,7 +5,7 @@ import hashlib
 import io
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,6 +14,7 @@ import torch
 
 from mindspeed_patches import LinearWrappers
 from mindspeed_patches.fb_overlap import Overlapping
+from mindspeed_patches.patching import PatchManager
 from mindspeed_patches.rehearsal.devices import Finished, _Stream
 from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import optimizer_hash, weight_hashes
@@ -68,6 +69,18 @@ def layout(case: Case) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def patched(registrar: Any) -> Iterator[None]:
+    """In the block, what ``registrar`` registers with a patch manager is in effect."""
+    manager = PatchManager()
+    registrar.register(manager)
+    manager.apply_patches()
+    try:
+        yield
+    finally:
+        manager.remove_patches()
+
+
+@contextlib.contextmanager
 def started(overlapping: Overlapping) -> Iterator[None]:
     """In the block, Megatron's schedules overlap."""
     overlapping.start()
@@ -75,6 +88,20 @@ def started(overlapping: Overlapping) -> Iterator[None]:
         yield
     finally:
         overlapping.stop()
+
+
+def in_both_orders(case: Case, train: Callable[[], Any]) -> tuple[Overlapping, str]:
+    """Train in Megatron's own order, and overlapped; both return the same bits.
+
+    Returns:
+        What overlapped the second training, and what it printed.
+    """
+    overlapping, printed = Overlapping(), io.StringIO()
+    with layout(case):
+        own = train()
+        with started(overlapping), contextlib.redirect_stdout(printed):
+            assert train() == own
+    return overlapping, printed.getvalue()
 
 
 @contextlib.contextmanager
