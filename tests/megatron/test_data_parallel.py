@@ -12,7 +12,7 @@ from tests.limits import PATIENT
 from tests.megatron.models import BF16, DISTRIBUTED, Case
 from tests.megatron.training import Trainer, launched, layout
 
-STEPS = 4
+STEPS = 3
 BUCKETS = {"bucket_size": 3000, "check_for_nan_in_grad": False}
 PLAIN = BUCKETS | {"overlap_grad_reduce": False, "overlap_param_gather": False}
 GATHERED_LATE = PLAIN | {"overlap_grad_reduce": True}
