@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -238,24 +238,25 @@ def _refused(function: Callable[..., Any], why: str, applies: Callable[..., Any]
 def hook_collectives() -> None:
     """Wrap the functions, once; outside of passes they do what they did, unless their results are
     left undefined (:mod:`~commfuse_npu.runtime.undefined_results`)."""
-    for name, wait_hands_over in _WAIT_HANDS_OVER.items():
-        if hasattr(c10d, name):
-            _wrap(c10d, name, handing_over, wait_hands_over)
-    _wrap(functional, "wait_tensor", _functional_wait)
+    wraps: list[tuple[Any, str, Callable[..., Any]]] = [
+        (c10d, name, functools.partial(handing_over, wait_hands_over=wait_hands_over))
+        for name, wait_hands_over in _WAIT_HANDS_OVER.items()
+        if hasattr(c10d, name)
+    ]
+    wraps.append((functional, "wait_tensor", _functional_wait))
     for name, wrapper in (("Event", _event_synchronize), ("Stream", _stream_synchronize)):
         # A set, because torch_npu may have replaced CUDA's class by its own.
         owners = {getattr(getattr(torch, device, None), name, None) for device in ("cuda", "npu")}
-        for owner in owners - {None}:
-            _wrap(owner, "synchronize", wrapper)
-    _wrap(
-        torch.nn.parallel.DistributedDataParallel,
-        "forward",
+        wraps += [(owner, "synchronize", wrapper) for owner in owners - {None}]
+    refused = functools.partial(
         _refused,
-        "DistributedDataParallel outside of no_sync() in a pass: a second forward before the "
+        why="DistributedDataParallel outside of no_sync() in a pass: a second forward before the "
         "backward leaves gradients unreduced; run passes within model.no_sync(), and the forward "
         "and backward of the last micro-batch by themselves after it",
-        lambda model: model.require_backward_grad_sync and torch.is_grad_enabled(),
+        applies=lambda model: model.require_backward_grad_sync and torch.is_grad_enabled(),
     )
+    wraps.append((torch.nn.parallel.DistributedDataParallel, "forward", refused))
+    _wrap(wraps)
 
 
 def _refuse_fsdp() -> None:
@@ -266,22 +267,31 @@ def _refuse_fsdp() -> None:
     ):
         target = getattr(sys.modules.get(module), owner, None)
         if target is not None and not hasattr(getattr(target, name), "__wrapped__"):
-            _wrap(
-                target,
-                name,
+            refused = functools.partial(
                 _refused,
-                "a fully sharded module in a pass: a backward would free or re-gather parameters "
-                "that the forward beside it uses; run its micro-batches one after the other",
-                lambda _: True,
+                why="a fully sharded module in a pass: a backward would free or re-gather "
+                "parameters that the forward beside it uses; run its micro-batches one after the "
+                "other",
+                applies=lambda _: True,
             )
+            _wrap([(target, name, refused)])
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any], *how: Any) -> None:
-    """Replace a function, also in modules that imported it, as Megatron's dist_all_gather_func."""
-    old = getattr(owner, name)
-    new = wrapper(old, *how)
-    setattr(owner, name, new)
+def _wrap(wraps: Iterable[tuple[Any, str, Callable[..., Any]]]) -> None:
+    """Replace functions, also in modules that imported them, as Megatron's dist_all_gather_func.
+
+    Args:
+        wraps: owner and name of a function, and what wraps it.
+    """
+    # By the number of the old function, which stays alive here.
+    replaced: dict[int, tuple[Any, Any]] = {}
+    for owner, name, wrapper in wraps:
+        old = getattr(owner, name)
+        new = wrapper(old)
+        setattr(owner, name, new)
+        replaced[id(old)] = old, new
+    # One pass over all names of all modules: there are tens of thousands.
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
-        for alias in [alias for alias, value in list(names.items()) if value is old]:
-            setattr(module, alias, new)
+        for alias in [alias for alias, value in list(names.items()) if id(value) in replaced]:
+            setattr(module, alias, replaced[id(names[alias])][1])
