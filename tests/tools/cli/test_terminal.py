@@ -85,7 +85,7 @@ def test_a_terminal_shows_progress_until_output_follows(monkeypatch) -> None:
     assert re.fullmatch(r"\r\x1b\[K(a long ){11}a \r\x1b\[Kthe end\n(\r\x1b\[K)+", both.getvalue())
 
 
-def test_a_table_that_is_too_wide_without_long_cells_loses_its_ranges(
+def test_a_wide_table_without_long_cells_loses_its_ranges(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = (

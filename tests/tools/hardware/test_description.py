@@ -93,7 +93,7 @@ def test_names_of_npus_as_npu_smi_and_as_torch_npu_have_them() -> None:
         assert expected is None or find_config(expected, "hardware") in SHIPPED
 
 
-def test_a_launch_takes_from_a_machine_what_its_description_gives() -> None:
+def test_a_launch_takes_from_a_machine_what_its_file_gives() -> None:
     for name in ("ascend_910b_server", "ascend_910c_supernode"):
         machine = Hardware.load(find_config(name, "hardware")).machine()
         for size in (1, 2, 4, 8, 16):
