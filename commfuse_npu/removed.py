@@ -32,7 +32,7 @@ REMOVED = {
     "number with --commfuse-chunks",
     "taper_down": "all chunks have one length; Schedule.runs cuts a block into them",
     **dict.fromkeys(
-        ("Order", "HandOverPoint"), "passes take turns by one rule (commfuse_npu.plan.turns)"
+        ("Order", "HandOverPoint"), "passes take turns by one rule (commfuse_npu.plan.turn_rule)"
     ),
     "SideState": "it is called PassState",
     "OtherSideError": "it is called OtherPassError",

@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from commfuse_npu.ops import Buckets, LinearOptions
 from commfuse_npu.runtime.transport import Transport
-from mindspeed_patches.lanes import DATA_PARALLEL, LaneUser
+from mindspeed_patches.job_lanes import DATA_PARALLEL, LaneUser
 from mindspeed_patches.patching import around
 from mindspeed_patches.wrappers import LinearWrappers
 

@@ -27,12 +27,12 @@ import torch.distributed as dist
 
 from commfuse_npu.launch.options import LAYERS
 from commfuse_npu.launch.refusals import EXPERTS, RECOMPUTED, IncompatibleOptionsError
-from mindspeed_patches.attention import attention_arguments
 from mindspeed_patches.core_attention import softmax_scale
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import layer_name
 from mindspeed_patches.patching import around
-from mindspeed_patches.ulysses import innermost
+from mindspeed_patches.self_attention import attention_arguments
+from mindspeed_patches.ulysses_wrappers import innermost
 from mindspeed_patches.wrappers import LinearWrappers
 
 Counts = Counter[tuple[str, str]]

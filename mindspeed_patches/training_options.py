@@ -20,9 +20,9 @@ from commfuse_npu.ops.tuning import Tuning, default_folder
 from commfuse_npu.plan import DATA_PARALLEL_LANES, Schedule, block_rows, default_chunks
 from commfuse_npu.runtime.hccl_options import lane_megabytes
 from mindspeed_patches.data_parallel import BucketWrappers
-from mindspeed_patches.lanes import LaneUser
+from mindspeed_patches.job_lanes import LaneUser
 from mindspeed_patches.start_report import StartReport
-from mindspeed_patches.ulysses import MINDSPEED_ULYSSES, UlyssesWrappers
+from mindspeed_patches.ulysses_wrappers import MINDSPEED_ULYSSES, UlyssesWrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
 

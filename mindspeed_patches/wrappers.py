@@ -34,16 +34,16 @@ from commfuse_npu.plan import default_chunks, min_rows_to_fuse
 from commfuse_npu.plan.machines import described, outputs_to_hide
 from commfuse_npu.runtime.post_time import post_seconds
 from commfuse_npu.runtime.transport import Transport
-from mindspeed_patches.attention import (
+from mindspeed_patches.core_pieces import Piece, first_difference
+from mindspeed_patches.job_lanes import TENSOR_PARALLEL, LaneUser
+from mindspeed_patches.layer_names import layer_name, named_init_wrapper, register_names
+from mindspeed_patches.patching import around
+from mindspeed_patches.self_attention import (
     DeferredAttention,
     attention_arguments,
     heads_obstacle,
     proj_obstacle,
 )
-from mindspeed_patches.core_pieces import Piece, first_difference
-from mindspeed_patches.lanes import TENSOR_PARALLEL, LaneUser
-from mindspeed_patches.layer_names import layer_name, named_init_wrapper, register_names
-from mindspeed_patches.patching import around
 
 _CHOSEN = (
     "CommFuse: a post takes the slowest host %.0f us (measured): blocks of %d rows or more are "

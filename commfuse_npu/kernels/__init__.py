@@ -12,10 +12,10 @@ from types import ModuleType
 import torch
 
 from commfuse_npu.kernels import cpu, npu
-from commfuse_npu.kernels.cpu import Piece, gemm_into
+from commfuse_npu.kernels.cpu import AttentionPiece, gemm_into
 from commfuse_npu.kernels.npu import MatmulAdd, use_matmul_add
 
-__all__ = ["MatmulAdd", "Piece", "gemm_into", "kernels_for", "use_matmul_add"]
+__all__ = ["AttentionPiece", "MatmulAdd", "gemm_into", "kernels_for", "use_matmul_add"]
 
 
 def kernels_for(device: torch.device) -> ModuleType:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 __all__ = [
-    "Piece",
+    "AttentionPiece",
     "accumulate_weight_gradient",
     "attention_backward",
     "attention_forward",
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 
-class Piece(NamedTuple):
+class AttentionPiece(NamedTuple):
     """Queries of one document in one sample of a batch, and the keys that they see.
 
     The keys start with the document and end with the last query.  A query sees the keys up to its
@@ -111,7 +111,7 @@ def attention_forward(
     *,
     causal: bool,
     scale: float | None = None,
-    pieces: Sequence[Piece] | None = None,
+    pieces: Sequence[AttentionPiece] | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Attention of a chunk of queries over all keys that they may see.
 
@@ -170,7 +170,7 @@ def attention_backward(
     *,
     causal: bool,
     scale: float | None = None,
-    pieces: Sequence[Piece] | None = None,
+    pieces: Sequence[AttentionPiece] | None = None,
 ) -> torch.Tensor:
     """The gradients of q, k and v for one call of :func:`attention_forward`.
 
@@ -244,7 +244,7 @@ def _scores(
     k: torch.Tensor,
     causal: bool,
     scale: float | None,
-    pieces: Sequence[Piece] | None,
+    pieces: Sequence[AttentionPiece] | None,
 ) -> torch.Tensor:
     """Scores ``[B, G, A/G * Sq, Sk]``, ``-inf`` where a query does not see a key."""
     groups = k.shape[2]
@@ -260,7 +260,7 @@ def _scores(
     return scores
 
 
-def _outside(pieces: Sequence[Piece], q: torch.Tensor, keys: int) -> torch.Tensor:
+def _outside(pieces: Sequence[AttentionPiece], q: torch.Tensor, keys: int) -> torch.Tensor:
     """``[B, 1, Sq, Sk]``, True where no piece lets a query see a key."""
     hidden = torch.ones(q.shape[1], 1, q.shape[0], keys, dtype=torch.bool, device=q.device)
     for sample, rows, columns in pieces:

@@ -20,7 +20,7 @@ import torch
 from commfuse_npu.kernels import cpu
 
 # The same on every device: torch.mm writes into its result, and each addition is one kernel.
-from commfuse_npu.kernels.cpu import Piece, gemm_into, sum_parts
+from commfuse_npu.kernels.cpu import AttentionPiece, gemm_into, sum_parts
 
 __all__ = [
     "MatmulAdd",
@@ -110,7 +110,9 @@ class _AttentionCall:
             position a query sees, aligned at the ends; the lengths are cumulative.
     """
 
-    def __init__(self, q: torch.Tensor, causal: bool, pieces: Sequence[Piece] | None) -> None:
+    def __init__(
+        self, q: torch.Tensor, causal: bool, pieces: Sequence[AttentionPiece] | None
+    ) -> None:
         self.settings: dict[str, Any] = {
             "head_num": q.shape[2],
             "input_layout": "SBH" if pieces is None else "TND",
@@ -165,7 +167,7 @@ def attention_forward(
     *,
     causal: bool,
     scale: float | None = None,
-    pieces: Sequence[Piece] | None = None,
+    pieces: Sequence[AttentionPiece] | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """See :func:`.cpu.attention_forward`; calls ``npu_fusion_attention``.
 
@@ -195,7 +197,7 @@ def attention_backward(
     *,
     causal: bool,
     scale: float | None = None,
-    pieces: Sequence[Piece] | None = None,
+    pieces: Sequence[AttentionPiece] | None = None,
 ) -> torch.Tensor:
     """See :func:`.cpu.attention_backward`; calls ``npu_fusion_attention_grad``.
 

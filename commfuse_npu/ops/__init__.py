@@ -13,7 +13,7 @@ from commfuse_npu.ops.attention import attention_linear_reduce_scatter
 from commfuse_npu.ops.attention_runs import Documents
 from commfuse_npu.ops.buckets import BucketExchange, Buckets
 from commfuse_npu.ops.linear import all_gather_linear, linear_all_reduce, linear_reduce_scatter
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.linear_options import LinearOptions
 from commfuse_npu.ops.ulysses import (
     all_to_all_linear,
     attention_all_to_all,

@@ -26,7 +26,7 @@ from commfuse_npu.ops.attention_runs import (
     options_for_attention,
 )
 from commfuse_npu.ops.call import AnyGroup, Call, Tensors, check_and_cast, transport_of
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.linear_options import LinearOptions
 from commfuse_npu.plan.rules import GatherUse, ProduceScatter
 from commfuse_npu.runtime.eager_only import eager_only
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from commfuse_npu.kernels import Piece, kernels_for
+from commfuse_npu.kernels import AttentionPiece, kernels_for
 from commfuse_npu.kernels.cpu import check_attention
 from commfuse_npu.ops.call import AnyTransport, check_call, check_sequence, check_tensors
-from commfuse_npu.ops.options import LinearOptions, check_type
+from commfuse_npu.ops.linear_options import LinearOptions, check_type
 
 __all__ = [
     "AttentionRuns",
@@ -53,7 +53,7 @@ class Documents:
     def __init__(self, ends: Sequence[int], length: int, batch: int = 1) -> None:
         self.length = length
         self.batch = batch
-        self._pieces: dict[tuple[int, int], tuple[slice, tuple[Piece, ...]]] = {}
+        self._pieces: dict[tuple[int, int], tuple[slice, tuple[AttentionPiece, ...]]] = {}
         before = 0
         for end in ends:
             if not before <= end <= length * batch:
@@ -101,7 +101,7 @@ class Documents:
         """Whether each sample is one document."""
         return all(len(bounds) == 2 for bounds in self._bounds)
 
-    def pieces(self, run: slice) -> tuple[slice, tuple[Piece, ...]]:
+    def pieces(self, run: slice) -> tuple[slice, tuple[AttentionPiece, ...]]:
         """The keys that a run of queries sees, as the kernels take them.
 
         Args:
@@ -116,7 +116,7 @@ class Documents:
             entry = self._pieces[run.start, run.stop] = self._cut(run)
         return entry
 
-    def _cut(self, run: slice) -> tuple[slice, tuple[Piece, ...]]:
+    def _cut(self, run: slice) -> tuple[slice, tuple[AttentionPiece, ...]]:
         spans = [
             (bisect_right(bounds, run.start) - 1, bisect_left(bounds, run.stop))
             for bounds in self._bounds
@@ -129,7 +129,7 @@ class Documents:
             # The run cuts its first and its last document.
             cuts = [run.start, *bounds[low + 1 : high], run.stop]
             pieces += [
-                Piece(
+                AttentionPiece(
                     sample,
                     slice(start - run.start, stop - run.start),
                     slice(begin - first, stop - first),
@@ -141,7 +141,7 @@ class Documents:
 
 def keys_of(
     run: slice, causal: bool, documents: Documents | None
-) -> tuple[slice, tuple[Piece, ...] | None]:
+) -> tuple[slice, tuple[AttentionPiece, ...] | None]:
     """The keys that a run of queries may see, and the pieces of its documents for the kernel."""
     if documents is not None:
         return documents.pieces(run)

@@ -58,7 +58,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from commfuse_npu.ops.call import check_call, check_tensors, sum_ending
-from commfuse_npu.ops.options import LinearOptions, check_type
+from commfuse_npu.ops.linear_options import LinearOptions, check_type
 from commfuse_npu.plan.program import aligned
 from commfuse_npu.plan.rules import BucketGather, BucketScatter
 from commfuse_npu.runtime.eager_only import eager_only

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from commfuse_npu.kernels import kernels_for
-from commfuse_npu.ops.options import LinearOptions, check_type
+from commfuse_npu.ops.linear_options import LinearOptions, check_type
 from commfuse_npu.plan.rules import Rule
 from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveTransport
 from commfuse_npu.runtime.executor import Running, Work

@@ -58,8 +58,8 @@ from commfuse_npu.ops.call import (
     check_sequence,
     transport_of,
 )
+from commfuse_npu.ops.linear_options import LinearOptions
 from commfuse_npu.ops.linear_trials import choose_schedules
-from commfuse_npu.ops.options import LinearOptions
 from commfuse_npu.plan.rules import ColumnBackward, GatherGemm, GemmScatter
 from commfuse_npu.runtime.collectives import begin_all_gather
 from commfuse_npu.runtime.eager_only import eager_only

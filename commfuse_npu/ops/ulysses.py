@@ -47,7 +47,7 @@ from commfuse_npu.ops.attention_runs import (
 )
 from commfuse_npu.ops.call import AnyGroup, check_and_cast, check_sequence, transport_of
 from commfuse_npu.ops.head_groups import HeadsToRows, RowsToHeads
-from commfuse_npu.ops.options import LinearOptions
+from commfuse_npu.ops.linear_options import LinearOptions
 from commfuse_npu.runtime.eager_only import eager_only
 
 __all__ = [

@@ -1,8 +1,8 @@
 """Threads of which only one runs at a time, until it hands over to the next one.
 
 The first pass runs in the caller's thread, each other one in a thread of its own.  Only calls of
-:meth:`Turns.hand_over` decide which pass runs (:mod:`commfuse_npu.plan.turns`), never speed, so the
-order is the same on all ranks::
+:meth:`Turns.hand_over` decide which pass runs (:mod:`commfuse_npu.plan.turn_rule`), never speed, so
+the order is the same on all ranks::
 
     forward    | runs ... hand_over |                    | runs ... ends |
     backward   |                    | runs ... hand_over |               | runs ... ends |
@@ -29,7 +29,7 @@ from torch._C._profiler import _RecordFunctionFast
 from commfuse_npu.overlap.states import PassState, RandomState, restore_states, save_states
 from commfuse_npu.overlap.thread_context import Autocast, ThreadContext
 from commfuse_npu.overlap.weight_gradients import WeightGradients
-from commfuse_npu.plan.turns import filled_pass, next_pass
+from commfuse_npu.plan.turn_rule import filled_pass, next_pass
 
 __all__ = ["OtherPassError", "Pass", "Turns"]
 

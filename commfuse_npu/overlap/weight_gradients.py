@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from commfuse_npu.overlap.thread_context import ThreadContext, without_modes
-from commfuse_npu.plan.turns import MOST_WEIGHT_GRADIENTS
+from commfuse_npu.plan.turn_rule import MOST_WEIGHT_GRADIENTS
 
 __all__ = ["WeightGradients"]
 

@@ -7,9 +7,9 @@ and the batch leaves the lane after all of them.  The first batch between two ra
 a link between them, and blocks each host until the other has posted; a batch with two peers waits
 for both at once.
 
-Each rank executes a script of :class:`Post`, :class:`Wait` and :class:`Meet` until it has to wait.
-An action that is possible stays possible.  So the order in which ranks proceed does not change the
-outcome, and a rank that blocks with open links also blocks with closed ones.
+Each rank executes a script of :class:`PostBatch`, :class:`WaitForEnds` and :class:`Meet` until it
+has to wait.  An action that is possible stays possible.  So the order in which ranks proceed does
+not change the outcome, and a rank that blocks with open links also blocks with closed ones.
 :mod:`commfuse_npu.tools.order_log.verify_log` makes scripts from the order logs of a run.
 """
 
@@ -22,7 +22,17 @@ from typing import NamedTuple
 
 from commfuse_npu.plan.instructions import Transfer
 
-__all__ = ["Action", "End", "Group", "Meet", "Post", "Rendezvous", "Script", "Stuck", "Wait"]
+__all__ = [
+    "Action",
+    "Group",
+    "Meet",
+    "PostBatch",
+    "Rendezvous",
+    "Script",
+    "Stuck",
+    "TransferEnd",
+    "WaitForEnds",
+]
 
 
 class Group(NamedTuple):
@@ -33,7 +43,7 @@ class Group(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class End(NamedTuple):
+class TransferEnd(NamedTuple):
     """One end of a transfer; ``operation`` identifies the operation, equally at both ends."""
 
     operation: Hashable
@@ -44,19 +54,19 @@ class End(NamedTuple):
         return f"{self.transfer}{suffix}"
 
 
-class Post(NamedTuple):
+class PostBatch(NamedTuple):
     """Queue transfers as one batch, after this rank made ``before`` posts in the group."""
 
     group: Group
     lane: Hashable
-    ends: tuple[End, ...]
+    ends: tuple[TransferEnd, ...]
     before: int = 0
 
 
-class Wait(NamedTuple):
-    """Wait until these ends are complete."""
+class WaitForEnds(NamedTuple):
+    """WaitForEnds until these ends are complete."""
 
-    ends: tuple[End, ...]
+    ends: tuple[TransferEnd, ...]
 
 
 class Meet(NamedTuple):
@@ -67,7 +77,7 @@ class Meet(NamedTuple):
     name: str
 
 
-Action = Post | Wait | Meet
+Action = PostBatch | WaitForEnds | Meet
 
 
 @dataclass
@@ -119,10 +129,10 @@ class Rendezvous:
         self._scripts = scripts
         self._opened = opened
         self._came: defaultdict[_Link, set[int]] = defaultdict(set)
-        self._queues: defaultdict[_Queue, deque[list[End]]] = defaultdict(deque)
+        self._queues: defaultdict[_Queue, deque[list[TransferEnd]]] = defaultdict(deque)
         # Where each rank posted an end, and the ends that are complete.
-        self._posted: dict[tuple[int, End], _Queue] = {}
-        self._done: set[tuple[int, End]] = set()
+        self._posted: dict[tuple[int, TransferEnd], _Queue] = {}
+        self._done: set[tuple[int, TransferEnd]] = set()
         self._posts: Counter[tuple[int, Group]] = Counter()
         self._met: defaultdict[tuple[Group, int], set[int]] = defaultdict(set)
 
@@ -144,13 +154,13 @@ class Rendezvous:
         while script.at < len(script.actions) and self._may(script.rank, script.actions[script.at]):
             action = script.actions[script.at]
             script.at += 1
-            if isinstance(action, Post):
+            if isinstance(action, PostBatch):
                 self._post(script.rank, action)
         return script.at > began
 
     def _may(self, rank: int, action: Action) -> bool:
         """Whether a rank need not wait before the action; it comes to a meeting, or to a link."""
-        if isinstance(action, Wait):
+        if isinstance(action, WaitForEnds):
             return all((rank, end) in self._done for end in action.ends)
         if isinstance(action, Meet):
             met = self._met[action.group, action.number]
@@ -164,7 +174,7 @@ class Rendezvous:
                 self._opened.add(link)
         return not any(self._closed(action))
 
-    def _closed(self, action: Post) -> Iterator[tuple[_Link, set[int], End]]:
+    def _closed(self, action: PostBatch) -> Iterator[tuple[_Link, set[int], TransferEnd]]:
         """The closed links that a batch needs, each with its two ranks and the end to transfer."""
         ranks = action.group.ranks
         if self._opened is None:
@@ -175,7 +185,7 @@ class Rendezvous:
             if link not in self._opened:
                 yield link, {low, high}, end
 
-    def _post(self, rank: int, action: Post) -> None:
+    def _post(self, rank: int, action: PostBatch) -> None:
         queue = rank, (action.group, action.lane)
         self._posted |= {(rank, end): queue for end in action.ends}
         self._posts[rank, action.group] += 1
@@ -242,7 +252,7 @@ class Rendezvous:
             if script is None:
                 return None
             action = script.actions[script.at]
-            if not isinstance(action, Wait):
+            if not isinstance(action, WaitForEnds):
                 absent, task = self._absent(rank, action)
                 return f"rank {rank} waits for rank {absent} to {task}", (absent, None)
             wanted = next(end for end in action.ends if (rank, end) not in self._done)
@@ -257,7 +267,7 @@ class Rendezvous:
             rank, lane, end
         )
 
-    def _absent(self, rank: int, action: Post | Meet) -> tuple[int, str]:
+    def _absent(self, rank: int, action: PostBatch | Meet) -> tuple[int, str]:
         """The rank that an action waits for, and what it has to do."""
         if isinstance(action, Meet):
             met = self._met[action.group, action.number]
@@ -268,12 +278,12 @@ class Rendezvous:
         return rank, f"post all that comes before {action.ends[0]}"
 
 
-def _peer(rank: int, lane: _Lane, end: End) -> tuple[int, _Lane]:
+def _peer(rank: int, lane: _Lane, end: TransferEnd) -> tuple[int, _Lane]:
     """The lane at the other end of a rank's transfer."""
     source, target = (lane[0].ranks[at] for at in end.transfer[2:4])
     return (target if source == rank else source), lane
 
 
-def _same_way(one: End, other: End) -> bool:
+def _same_way(one: TransferEnd, other: TransferEnd) -> bool:
     """Whether two ends have the same source and target rank."""
     return one.transfer[2:4] == other.transfer[2:4]

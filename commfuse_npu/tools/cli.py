@@ -13,10 +13,13 @@ from commfuse_npu.launch.did_you_mean import did_you_mean
 from commfuse_npu.removed import removed
 
 _COMMANDS = {
-    "doctor": ("doctor.command", "is this machine ready?"),
-    "plan": ("plan.command", "would it help a launch or a model? which flags?"),
-    "simulate": ("simulate.command", "what would it bring on a described cluster?"),
-    "measure": ("measure.command", "what the simulator assumes of a machine, measured on it"),
+    "doctor": ("doctor.doctor_command", "is this machine ready?"),
+    "plan": ("plan.plan_command", "would it help a launch or a model? which flags?"),
+    "simulate": ("simulate.simulate_command", "what would it bring on a described cluster?"),
+    "measure": (
+        "measure.measure_command",
+        "what the simulator assumes of a machine, measured on it",
+    ),
     "verify": ("verify_command", "prove all programs, or a recorded run (--log)"),
 }
 """Subcommands: module, and the question that it answers."""

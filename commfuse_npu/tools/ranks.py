@@ -60,7 +60,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         device: str,
         timeout: float,
         option: str = "--timeout",
-        worker: str = "commfuse_npu.tools.measure.worker:Worker",
+        worker: str = "commfuse_npu.tools.measure.measuring_worker:Worker",
     ) -> None:
         self.size = size
         self.timeout = timeout

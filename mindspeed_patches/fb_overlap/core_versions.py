@@ -115,7 +115,7 @@ _HIDDEN = {
 state."""
 
 
-class Layout:
+class StepLayout:
     """Model chunks and groups of a step, from its ``pg_collection`` or else the parallel state."""
 
     def __init__(self, step: dict[str, Any]) -> None:
@@ -211,7 +211,7 @@ def _given_groups(step: dict[str, Any]) -> Any:
 
 
 def groups_obstacle(step: dict[str, Any]) -> str | None:
-    """Why the groups that a caller passes have no :class:`Layout`; ``None`` if they have one."""
+    """Why a caller's groups have no :class:`StepLayout`; ``None`` if they have one."""
     groups = _given_groups(step)
     if groups is None or (hasattr(groups, "tp") and hasattr(groups, "cp")):
         return None
@@ -250,7 +250,7 @@ def obstacle(models: Sequence[torch.nn.Module], config: Any) -> str | None:
     return None
 
 
-def alone(step: dict[str, Any], layout: Layout, config: Any) -> str | None:
+def alone(step: dict[str, Any], layout: StepLayout, config: Any) -> str | None:
     """Why no forward of this step can run beside a backward; ``None`` if it can."""
     from megatron.core import utils
     from megatron.core.pipeline_parallel import p2p_communication

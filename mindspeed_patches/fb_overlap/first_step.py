@@ -17,7 +17,7 @@ import torch.distributed as dist
 from commfuse_npu.overlap import ForwardBackwardOverlap, PassState, RandomState
 from commfuse_npu.overlap.transfers import active_turns, hook_collectives
 from commfuse_npu.runtime.collectives import device_backend
-from mindspeed_patches.fb_overlap.core_versions import Layout
+from mindspeed_patches.fb_overlap.core_versions import StepLayout
 from mindspeed_patches.fb_overlap.pass_states import Census
 from mindspeed_patches.fb_overlap.recomputation import Recomputation
 
@@ -55,7 +55,7 @@ class FirstStep:
     def __init__(
         self,
         overlap: ForwardBackwardOverlap,
-        layout: Layout,
+        layout: StepLayout,
         forward: Callable[..., Any],
         recomputation: Recomputation,
     ) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from commfuse_npu.overlap import PassState
 from commfuse_npu.overlap.states import restore_states, save_states
-from mindspeed_patches.fb_overlap.core_versions import Layout
+from mindspeed_patches.fb_overlap.core_versions import StepLayout
 
 __all__ = ["checked_step", "has_gradients"]
 
@@ -84,7 +84,7 @@ def checked_step(
     return losses, f"check: {len(ours)} gradients have the same bits as in Megatron's order"
 
 
-def has_gradients(layout: Layout) -> bool:
+def has_gradients(layout: StepLayout) -> bool:
     """Whether gradients of earlier steps are still being accumulated on a rank; a collective."""
     gradients = [gradient for _, gradient in _gradients(layout.models)]
     some = any(bool(gradient.any()) for gradient in gradients)

@@ -30,17 +30,17 @@ from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches.core_pieces import first_difference
 from mindspeed_patches.fb_overlap.core_versions import (
     PIECES,
-    Layout,
+    StepLayout,
     alone,
     groups_obstacle,
     obstacle,
 )
 from mindspeed_patches.fb_overlap.first_step import FirstStep
 from mindspeed_patches.fb_overlap.gradient_check import checked_step, has_gradients
+from mindspeed_patches.fb_overlap.late_weight_gradients import WeightGradientDeferral
 from mindspeed_patches.fb_overlap.pass_states import pass_states, separate_scratch
+from mindspeed_patches.fb_overlap.pipeline_schedule import OverlappedSchedule
 from mindspeed_patches.fb_overlap.recomputation import Recomputation
-from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
-from mindspeed_patches.fb_overlap.weight_gradients import WeightGradientDeferral
 from mindspeed_patches.patching import PatchManager, around
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -196,11 +196,11 @@ class Overlapping:
         if reason is not None:
             self._say(f"off: {reason}")
             return plain(**step)
-        layout = Layout(step)
+        layout = StepLayout(step)
         with self.recomputation.leaving_out(layout.models):
             return self._step(plain, step, layout)
 
-    def _step(self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout) -> Any:
+    def _step(self, plain: Callable[..., Any], step: dict[str, Any], layout: StepLayout) -> Any:
         reason = obstacle(layout.models, _config(layout))
         if reason is not None:
             self._say(f"off: {reason}")
@@ -224,7 +224,11 @@ class Overlapping:
         return losses
 
     def _timed(
-        self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout, training: _Training
+        self,
+        plain: Callable[..., Any],
+        step: dict[str, Any],
+        layout: StepLayout,
+        training: _Training,
     ) -> Any:
         """Run a step, and time it until it is decided which way is faster."""
         number = len(training.steps)
@@ -243,7 +247,7 @@ class Overlapping:
         return losses
 
     def _overlapped(
-        self, plain: Callable[..., Any], layout: Layout, training: _Training, **step: Any
+        self, plain: Callable[..., Any], layout: StepLayout, training: _Training, **step: Any
     ) -> Any:
         overlap = training.overlap
         assert overlap is not None
@@ -273,7 +277,9 @@ class Overlapping:
         finally:
             self._now = None
 
-    def _alone(self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout) -> str | None:
+    def _alone(
+        self, plain: Callable[..., Any], step: dict[str, Any], layout: StepLayout
+    ) -> str | None:
         """Why no forward of this step can run beside a backward; ``None`` if it can."""
         if self._always_alone is not None:
             return self._always_alone
@@ -295,7 +301,7 @@ class Overlapping:
                 )
         return None
 
-    def _keep_the_faster(self, layout: Layout, training: _Training, microbatches: int) -> None:
+    def _keep_the_faster(self, layout: StepLayout, training: _Training, microbatches: int) -> None:
         """Decide on all ranks by the medians of timed steps, for a step of this size."""
         assert training.overlap is not None
         timed = training.steps[_WARM_UP:]
@@ -309,7 +315,7 @@ class Overlapping:
         self._say(compared)
 
     def _first_step(
-        self, plain: Callable[..., Any], step: dict[str, Any], layout: Layout
+        self, plain: Callable[..., Any], step: dict[str, Any], layout: StepLayout
     ) -> list[Any]:
         """Run a model's first step in Megatron's order, watch it, and decide."""
         groups = layout.hidden()
@@ -375,7 +381,7 @@ def plain_pipeline_memory(stages: int) -> str:
     )
 
 
-def _config(layout: Layout) -> Any:
+def _config(layout: StepLayout) -> Any:
     from megatron.core import utils
 
     return utils.get_model_config(layout.models[0])

@@ -33,8 +33,8 @@ from pathlib import Path
 from commfuse_npu.launch.options import whole
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.command_line import Launch
-from commfuse_npu.tools.launch_script.launch import read_launch
-from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.option_words import Options
+from commfuse_npu.tools.launch_script.read_launch import read_launch
 from commfuse_npu.tools.launch_script.short_run import (
     PEERS,
     commfuse_names,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.option_words import Options
 from commfuse_npu.tools.launch_script.short_run import drop_data_and_tokenizer, missing_tokenizer
 
 INSTRUCTIONS = "--is-instruction-dataset"

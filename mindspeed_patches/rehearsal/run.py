@@ -109,7 +109,7 @@ def train(
     """
     records.mkdir(parents=True)
     log = records / "log.txt"
-    worker = "-m", "mindspeed_patches.rehearsal.worker", str(records), way
+    worker = "-m", "mindspeed_patches.rehearsal.rehearsed_rank", str(records), way
     words = [*torchrun_here(processes), *worker, *command]
     try:
         code = run_bounded(words, folder=folder, environment=environment, log=log, seconds=timeout)

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.option_words import Options
 
 _OPTIONS = {
     **{kind: f"--{kind}-model-parallel-size" for kind in ("tensor", "pipeline", "expert")},

@@ -75,7 +75,7 @@ def _train(args: argparse.Namespace, corpus: Corpus) -> int:
     # Megatron's advice for GPUs, and its use of names that newer versions of torch rename.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
     minutes = args.distributed_timeout_minutes
-    worker = f"{compare.__package__}.training:TrainingWorker"
+    worker = f"{compare.__package__}.training_worker:TrainingWorker"
     limit = {"timeout": 60 * minutes, "option": "--distributed-timeout-minutes"}
     with Ranks(args.world_size, device="cpu", **limit, worker=worker) as ranks:
         paced = [] if args.link_rate is None else ranks.ask("pace", args.link_rate)

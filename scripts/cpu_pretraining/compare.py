@@ -21,7 +21,7 @@ from statistics import median, median_low
 
 from commfuse_npu.tools.quartiles import quartiles
 
-from .timeline import Span, write_timelines
+from .timeline import RecordedSpan, write_timelines
 
 _WARM_UP = 3
 """Iterations that do not count: they create buffers and threads and prepare GEMM kernels."""
@@ -44,12 +44,12 @@ class TrainingOutcome:
 
     losses: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    spans: list[list[Span]] = field(default_factory=list)
+    spans: list[list[RecordedSpan]] = field(default_factory=list)
     weights_sha256: str = ""
     layers: list[str] = field(default_factory=list)
     error: str = ""
 
-    def add(self, loss: float, seconds: float, spans: list[Span]) -> None:
+    def add(self, loss: float, seconds: float, spans: list[RecordedSpan]) -> None:
         """Add an iteration."""
         self.losses.append(loss)
         self.times.append(seconds)

@@ -23,7 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from .data import VOCABULARY
-from .ulysses import UlyssesAttention
+from .ulysses_attention import UlyssesAttention
 
 _PADDED = 512
 """The vocabulary is padded to a multiple of this, so that the model is the same in any layout."""

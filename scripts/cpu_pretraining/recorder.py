@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from commfuse_npu.kernels import cpu as kernels
 
-from .timeline import LINKS, OTHER, WAITING, Span
+from .timeline import LINKS, OTHER, WAITING, RecordedSpan
 
 _TRANSFERS = (
     *("all_gather_single", "reduce_scatter_single", "all_to_all_single", "allreduce"),
@@ -48,7 +48,7 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[RecordedSpan] = []
         self._begin = self._since = 0.0
         self._running: Entry = (OTHER, OTHER)
         self._threads: dict[int, Entry | None] = {threading.get_ident(): self._running}
@@ -76,7 +76,7 @@ class Recorder:
         Without one, a pass of its own has ended, and the backward goes on that forked it.
         """
         now = self._now()
-        self.spans.append(Span(*self._running, self._since, now))
+        self.spans.append(RecordedSpan(*self._running, self._since, now))
         self._since = now
         self._threads[threading.get_ident()] = entry
         self._running = entry or ("backward", f"backward {self._numbers['backward']}")
@@ -110,7 +110,7 @@ class Recorder:
         def wait(work: dist.Work, *args: Any) -> Any:
             done = self._call((self._row(), name), function, work, *args)
             if work in self._posted:
-                self.spans.append(Span(LINKS, *self._posted.pop(work), self._now()))
+                self.spans.append(RecordedSpan(LINKS, *self._posted.pop(work), self._now()))
             return done
 
         return wait
@@ -123,7 +123,7 @@ class Recorder:
             work = function(*args, **kwargs)
             try:
                 work.get_future().add_done_callback(
-                    lambda _: self.spans.append(Span(LINKS, *posted, self._now()))
+                    lambda _: self.spans.append(RecordedSpan(LINKS, *posted, self._now()))
                 )
             except RuntimeError:
                 self._posted[work] = posted

@@ -15,7 +15,7 @@ _PASSES = ("forward", "backward")
 _ROWS = ("forward", "recomputation", "backward", "weight gradients", OTHER, LINKS)
 
 
-class Span(NamedTuple):
+class RecordedSpan(NamedTuple):
     """What a rank did, in seconds since the iteration's begin.
 
     ``row``: the kind of pass, :data:`OTHER` or :data:`LINKS`; ``name``: the row and the number of
@@ -28,7 +28,7 @@ class Span(NamedTuple):
     end: float
 
 
-Iterations = Mapping[str, Sequence[Sequence[Span]]]
+Iterations = Mapping[str, Sequence[Sequence[RecordedSpan]]]
 """Of each form, by its name, the spans of each rank, in the order of their ends."""
 
 
@@ -83,14 +83,14 @@ def charts(iterations: Iterations) -> list[Chart]:
             waits = [span._replace(row=WAITING) for span in spans if span.name == WAITING]
             links = [span for span in spans if span.row == LINKS]
             names = {name: row for row, name, *_ in spans if row in _PASSES and name != WAITING}
-            whole = [Span(names[name], name, *_extent(spans, name)) for name in names]
+            whole = [RecordedSpan(names[name], name, *_extent(spans, name)) for name in names]
             waited = sum(span.end - span.start for span in waits)
             title = f"{form}, rank {rank}: {_ms(spans[-1].end)}, waiting {_ms(waited)}"
             lanes = {row: row for row in (*_PASSES, WAITING, LINKS)}
             passes.append(_row(title, [*whole, *waits, *links], lanes))
         start, end = _extent(ranks[0], "backward 1", "forward 2")
         inside = [
-            Span(row, name, begin - start, until - start)
+            RecordedSpan(row, name, begin - start, until - start)
             for row, name, begin, until in ranks[0]
             if start <= begin and until <= end and row != OTHER
         ]
@@ -104,7 +104,7 @@ def charts(iterations: Iterations) -> list[Chart]:
     ]
 
 
-def _extent(spans: Sequence[Span], *names: str) -> tuple[float, float]:
+def _extent(spans: Sequence[RecordedSpan], *names: str) -> tuple[float, float]:
     inside = [span for span in spans if span.name in names]
     return min(span.start for span in inside), max(span.end for span in inside)
 
@@ -113,7 +113,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.0f} ms"
 
 
-def _row(title: str, spans: Sequence[Span], lanes: Mapping[str, str]) -> Row:
+def _row(title: str, spans: Sequence[RecordedSpan], lanes: Mapping[str, str]) -> Row:
     bits = []
     for row, name, start, end in spans:
         kind = WAITING if name == WAITING else row

@@ -27,7 +27,7 @@ from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.hardware.machine import Machine
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.plan.launch import (
+from commfuse_npu.tools.plan.asked_launch import (
     NotSimulated,
     ask_about,
     form_of,

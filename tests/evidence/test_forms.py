@@ -17,9 +17,9 @@ from commfuse_npu.ops.call import WeightGradient
 from commfuse_npu.ops.tuning import decisions
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.tools.config_file import find_config
-from commfuse_npu.tools.measure.steps import Scale
+from commfuse_npu.tools.measure.measuring_steps import Scale
 from commfuse_npu.tools.model_config import ModelConfig
-from scripts.evidence.measured import forms
+from scripts.evidence.measured import forms_worker
 from scripts.evidence.measured.baselines import Baseline
 from scripts.evidence.measured.sleeping import SleepingGemms, modeled_seconds
 from scripts.evidence.measured.works import NAMES, TUNED
@@ -41,7 +41,7 @@ def _scale(size: int) -> Scale:
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 @on_ranks()
 def test_every_form_computes_the_same(rank: int) -> None:
-    worker: Any = forms.FormsWorker()
+    worker: Any = forms_worker.FormsWorker()
     for work in ("layers", "mlp"):
         worker.set_up(work, _scale(worker.size), None)
         # 8 pieces test nothing that 4 do not.
@@ -65,7 +65,7 @@ def test_every_form_computes_the_same(rank: int) -> None:
     assert 0 == computing.blocked < computing.total
     assert 0 < waiting.blocked < waiting.total
     # What is tuned at one rate of the links is tried again at the next.
-    with mock.patch.object(forms, "SleepingGemms", wraps=SleepingGemms) as sleeping:
+    with mock.patch.object(forms_worker, "SleepingGemms", wraps=SleepingGemms) as sleeping:
         worker.check("auto")
     sleeping.assert_called_once()  # it tunes itself beside GEMMs that sleep
     tuned = decisions(worker.transport)
@@ -136,8 +136,8 @@ def test_what_is_under_way_while_what_is_computed(
     monkeypatch.setattr(WeightGradient, "add", wgrad)
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    monkeypatch.setattr(forms, "Baseline", partial(_Recorded, log))
-    form = forms.form_of(name, SimpleNamespace(group=group, lane_groups=()))
+    monkeypatch.setattr(forms_worker, "Baseline", partial(_Recorded, log))
+    form = forms_worker.form_of(name, SimpleNamespace(group=group, lane_groups=()))
     layers = {"column": all_gather_linear, "row": linear_reduce_scatter}
     x = torch.ones(4 if layer == "column" else 8, 6, requires_grad=True)
     y = layers[layer](x, torch.ones(6, 6, requires_grad=True), **form.of)

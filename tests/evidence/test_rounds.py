@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from commfuse_npu.tools import ranks as module
-from commfuse_npu.tools.measure.steps import Times
+from commfuse_npu.tools.measure.measuring_steps import Times
 from commfuse_npu.tools.ranks import RanksError
 from scripts.evidence.measured import __main__, rounds
 from scripts.evidence.measured.__main__ import table

@@ -6,7 +6,9 @@ import pytest
 
 _context = multiprocessing.get_context("forkserver")
 # After tests/distributed/ranks.py, which names torch, and before the first rank is forked.
-_context.set_forkserver_preload(["torch", "torch.distributed", "scripts.cpu_pretraining.training"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "scripts.cpu_pretraining.training_worker"]
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,7 +15,7 @@ from unittest import mock
 
 from mindspeed_patches.core_pieces import Piece
 from mindspeed_patches.fb_overlap import Overlapping
-from mindspeed_patches.fb_overlap.schedule import OverlappedSchedule
+from mindspeed_patches.fb_overlap.pipeline_schedule import OverlappedSchedule
 from tests.distributed.ranks import Ranks, forkserver
 from tests.megatron.models import DISTRIBUTED, EXPERTS, LENGTH, RECOMPUTED, Case
 from tests.megatron.training import Trainer, layout
@@ -152,7 +152,9 @@ def main(kinds: Sequence[str]) -> None:
     """Print what ran of each kind on rank 0."""
     from megatron.core import __version__
 
-    forkserver.set_forkserver_preload(["torch.distributed", "scripts.cpu_pretraining.training"])
+    forkserver.set_forkserver_preload(
+        ["torch.distributed", "scripts.cpu_pretraining.training_worker"]
+    )
     groups: dict[int, Ranks] = {}
     for kind in kinds or KINDS:
         cases = KINDS[kind]

@@ -181,7 +181,7 @@ def gpt(case: Case, config: Any, chunk: int = 0) -> torch.nn.Module:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from scripts.cpu_pretraining.model import RMSNorm
-    from scripts.cpu_pretraining.ulysses import UlyssesAttention
+    from scripts.cpu_pretraining.ulysses_attention import UlyssesAttention
 
     latent = "multi_latent_attention" in case.options
     spec = get_gpt_layer_local_spec(config.num_moe_experts, multi_latent_attention=latent)

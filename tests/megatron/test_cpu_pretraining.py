@@ -29,8 +29,8 @@ from scripts.cpu_pretraining import compare, data, timeline
 from scripts.cpu_pretraining.arguments import parse_arguments
 from scripts.cpu_pretraining.compare import TrainingOutcome
 from scripts.cpu_pretraining.data import load_corpus
-from scripts.cpu_pretraining.timeline import Span
-from scripts.cpu_pretraining.training import TrainingWorker
+from scripts.cpu_pretraining.timeline import RecordedSpan
+from scripts.cpu_pretraining.training_worker import TrainingWorker
 from tests.distributed.ranks import Ranks
 from tests.limits import LIMIT
 from tests.megatron.training import without_groups_afterwards
@@ -274,10 +274,10 @@ def test_times_are_compared_by_pairs_of_ten_iterations() -> None:
 
 
 def test_the_median_iteration_is_drawn(tmp_path: Path, monkeypatch) -> None:
-    def iteration(ms: int) -> list[Span]:
+    def iteration(ms: int) -> list[RecordedSpan]:
         return [
-            Span("forward", "forward 1", 0, ms / 4000),
-            Span("backward", "backward 1", ms / 4000, ms / 1000),
+            RecordedSpan("forward", "forward 1", 0, ms / 4000),
+            RecordedSpan("backward", "backward 1", ms / 4000, ms / 1000),
         ]
 
     drawn = Mock()
@@ -298,7 +298,7 @@ def test_the_median_iteration_is_drawn(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch) -> None:
-    iterations = {"megatron": [[Span("backward", "backward 1", 0.0, 1.0)]]}
+    iterations = {"megatron": [[RecordedSpan("backward", "backward 1", 0.0, 1.0)]]}
     monkeypatch.setattr(timeline, "draw", Mock(side_effect=ValueError("needs a package")))
     line = timeline.write_timelines(iterations, "x", tmp_path)
     trace = tmp_path / "trace_view.json"

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from mindspeed_patches.fb_overlap import Overlapping
-from mindspeed_patches.fb_overlap.core_versions import Layout, alone, obstacle
+from mindspeed_patches.fb_overlap.core_versions import StepLayout, alone, obstacle
 from tests.megatron.cores import (
     DROPOUT,
     EP,
@@ -150,7 +150,7 @@ def test_steps_that_exclude_pairs_are_named(one_rank: None) -> None:
     model.model_type = None
     step = {"model": [model, model], "num_microbatches": 4}
     step["pg_collection"] = SimpleNamespace(tp=group, cp=group)
-    layout = Layout(step)
+    layout = StepLayout(step)
     assert (layout.stages, layout.stage, layout.pipeline) == (1, 0, None)
     config = SimpleNamespace(
         microbatch_group_size_per_vp_stage=1, variable_seq_lengths=False, mtp_standalone=False
@@ -170,7 +170,7 @@ def of_pipelines(rank: int, chunks: int, microbatches: int) -> str | None:
     case = Case(stages=2, chunks=chunks)
     with layout(case):
         step = {"model": Trainer(case).models, "num_microbatches": microbatches}
-        return Overlapping()._alone(schedules.get_forward_backward_func(), step, Layout(step))
+        return Overlapping()._alone(schedules.get_forward_backward_func(), step, StepLayout(step))
 
 
 def test_pipelines_that_cannot_be_overlapped_are_named(ranks: Any) -> None:

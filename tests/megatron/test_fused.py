@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.runtime.collective_transport import CollectiveTransport
 from mindspeed_patches.start_report import StartReport
-from scripts.cpu_pretraining import training
+from scripts.cpu_pretraining import training_worker
 from tests.megatron.models import BF16, EXPERTS, RECOMPUTED, Case
 from tests.megatron.training import Trainer, launched, layout, told
 
@@ -74,7 +74,9 @@ def compare(case: Fused) -> None:
     with mock.patch("mindspeed_patches.wrappers._logger") as logger:
         own, forms = gradients(case), []
         for collectives in (False, True)[: 1 + case.rounds]:
-            made = mock.patch.object(training, "CollectiveTransport", wraps=CollectiveTransport)
+            made = mock.patch.object(
+                training_worker, "CollectiveTransport", wraps=CollectiveTransport
+            )
             with made as over, launched(case, collectives) as (linears, report):
                 forms.append(gradients(case, report))
             assert over.called is collectives

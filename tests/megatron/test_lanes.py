@@ -15,7 +15,7 @@ from commfuse_npu.ops import LinearOptions, all_gather_linear
 from commfuse_npu.runtime.order_log import shared_order_log
 from mindspeed_patches import LinearWrappers, PatchManager
 from mindspeed_patches.data_parallel import BucketWrappers
-from mindspeed_patches.ulysses import UlyssesWrappers
+from mindspeed_patches.ulysses_wrappers import UlyssesWrappers
 from tests.distributed.ranks import on_ranks
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.runtime.collectives import all_gather_rows
 from mindspeed_patches import LinearWrappers, ulysses_layer
-from mindspeed_patches.attention import proj_obstacle
+from mindspeed_patches.self_attention import proj_obstacle
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
     projections_obstacle,

@@ -16,8 +16,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.overlap import weight_gradients as queues
 from commfuse_npu.overlap.weight_gradients import WeightGradients
-from mindspeed_patches.fb_overlap import weight_gradients
-from mindspeed_patches.fb_overlap.weight_gradients import WeightGradientDeferral
+from mindspeed_patches.fb_overlap import late_weight_gradients
+from mindspeed_patches.fb_overlap.late_weight_gradients import WeightGradientDeferral
 from tests.megatron.models import BF16, DISTRIBUTED, RECOMPUTED, Case, settings
 from tests.megatron.training import Trainer, layout, patched
 
@@ -143,7 +143,7 @@ add = WeightGradients.add
 FAULTS = {
     "lost": (WeightGradients, "add", lost),
     "twice": (WeightGradients, "add", doubled),
-    "a buffer that others use": (weight_gradients, "_gathered", shared_buffer),
+    "a buffer that others use": (late_weight_gradients, "_gathered", shared_buffer),
 }
 
 
@@ -221,7 +221,7 @@ class Layer:
             self.backward()
 
     def backward_of_quantized_weights(self) -> None:
-        with mock.patch.object(weight_gradients, "_LAYERS", "not this module"):
+        with mock.patch.object(late_weight_gradients, "_LAYERS", "not this module"):
             self.backward()
 
     def backward_of_checkpoint(self) -> None:

@@ -126,7 +126,7 @@ def without_groups_afterwards() -> Iterator[None]:
 @contextlib.contextmanager
 def launched(case: Case, collectives: bool = False) -> Iterator[tuple[LinearWrappers, StartReport]]:
     """Wraps what the launch asks for, over lanes or over collectives."""
-    from scripts.cpu_pretraining.training import fused_layers
+    from scripts.cpu_pretraining.training_worker import fused_layers
 
     with contextlib.ExitStack() as undone:
         layers = fused_layers(case.args(), collectives=collectives)

@@ -29,7 +29,7 @@ STAND_INS = """
 import os
 
 if "LOCAL_RANK" in os.environ:  # a rank of torchrun
-    from mindspeed_patches.rehearsal.worker import install_stand_ins
+    from mindspeed_patches.rehearsal.rehearsed_rank import install_stand_ins
 
     install_stand_ins()
 """

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu.kernels import Piece
+from commfuse_npu.kernels import AttentionPiece
 from commfuse_npu.kernels import npu as kernels
 from commfuse_npu.runtime.hccl_options import buffers_of
 
@@ -26,7 +26,9 @@ def shapes_on_meta(mask: str, dtype: torch.dtype) -> None:
     k, v = torch.empty(2, 9, 3, 2, 32, device="meta", dtype=dtype)
     options: dict[str, Any] = {"causal": mask != "full"}
     if mask == "documents":
-        options["pieces"] = [Piece(sample, slice(0, 6), slice(sample, 9)) for sample in range(3)]
+        options["pieces"] = [
+            AttentionPiece(sample, slice(0, 6), slice(sample, 9)) for sample in range(3)
+        ]
     rows = (18, 4, 8) if mask == "documents" else (3, 4, 6, 8)
     out, statistics = kernels.attention_forward(q, k, v, **options)
     assert (out.shape, out.dtype) == (q.shape, dtype)

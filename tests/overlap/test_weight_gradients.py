@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commfuse_npu.overlap.weight_gradients import WeightGradients
-from commfuse_npu.plan.turns import MOST_WEIGHT_GRADIENTS
+from commfuse_npu.plan.turn_rule import MOST_WEIGHT_GRADIENTS
 
 WEIGHT = torch.nn.Parameter(torch.zeros(3, 2))
 

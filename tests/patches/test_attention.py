@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_patches.attention import (
+from mindspeed_patches.self_attention import (
     DeferredAttention,
     attention_arguments,
     heads_obstacle,

@@ -7,7 +7,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from mindspeed_patches.ulysses import UlyssesWrappers
+from mindspeed_patches.ulysses_wrappers import UlyssesWrappers
 from mindspeed_patches.wrappers import LinearWrappers
 from tests.patches.core_attentions import Core
 
@@ -35,7 +35,7 @@ def attention(mask: str = "causal", **exchange: Any) -> Any:
 )
 def test_obstacles_by_their_reason(attention, beside, keys, reason, caplog, monkeypatch) -> None:
     monkeypatch.setattr(
-        "mindspeed_patches.ulysses.active_turns", lambda: beside and Mock(alone=False)
+        "mindspeed_patches.ulysses_wrappers.active_turns", lambda: beside and Mock(alone=False)
     )
     linears = LinearWrappers()
     ulysses: Any = UlyssesWrappers(linears)

@@ -1,20 +1,27 @@
 """HCCL's rules for opening links, checked by hand: when a link opens, and which rank blocks."""
 
 from commfuse_npu.plan.instructions import Transfer
-from commfuse_npu.proof.rendezvous import End, Group, Post, Rendezvous, Script, Wait
+from commfuse_npu.proof.rendezvous import (
+    Group,
+    PostBatch,
+    Rendezvous,
+    Script,
+    TransferEnd,
+    WaitForEnds,
+)
 
 GROUP = Group("three", (10, 11, 12))
 """Global ranks of the members."""
 
 
-def swap(rank: int, peer: int, lane: int, step: int = 0) -> Post:
+def swap(rank: int, peer: int, lane: int, step: int = 0) -> PostBatch:
     """The batch in which two group ranks send to each other."""
     pairs = ((rank, peer), (peer, rank))
-    ends = (End("it", Transfer(step, lane, a, b, f"block {a}")) for a, b in pairs)
-    return Post(GROUP, lane, tuple(ends))
+    ends = (TransferEnd("it", Transfer(step, lane, a, b, f"block {a}")) for a, b in pairs)
+    return PostBatch(GROUP, lane, tuple(ends))
 
 
-def simulate(*by_place: list[Post | Wait], opened: set | None = None) -> str | None:
+def simulate(*by_place: list[PostBatch | WaitForEnds], opened: set | None = None) -> str | None:
     scripts = [Script(GROUP.ranks[k], actions) for k, actions in enumerate(by_place)]
     stuck = Rendezvous(scripts, opened=opened).simulate()
     return None if stuck is None else stuck.text
@@ -41,8 +48,8 @@ def test_a_post_that_nobody_waits_for_has_to_complete() -> None:
 
 def test_a_certain_deadlock_comes_before_an_uncertain_one() -> None:
     scripts = [
-        Script(10, [swap(0, 2, 0), Wait(swap(0, 2, 0).ends)]),
-        Script(11, [Wait(swap(1, 0, 0).ends)]),
+        Script(10, [swap(0, 2, 0), WaitForEnds(swap(0, 2, 0).ends)]),
+        Script(11, [WaitForEnds(swap(1, 0, 0).ends)]),
         Script(12, [], open_ended=True),
     ]
     stuck = Rendezvous(scripts).simulate()

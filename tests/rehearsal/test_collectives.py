@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from commfuse_npu.runtime import executor
 from mindspeed_patches.rehearsal import gloo_for_hccl
-from mindspeed_patches.rehearsal.worker import CollectiveCounter
+from mindspeed_patches.rehearsal.rehearsed_rank import CollectiveCounter
 from tests.distributed.ranks import on_ranks
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.option_words import Options
 from mindspeed_patches.rehearsal.instruction_files import replace_missing_instructions
 
 LAUNCH = (

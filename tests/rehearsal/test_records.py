@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.option_words import Options
 from mindspeed_patches.rehearsal.__main__ import report
 from mindspeed_patches.rehearsal.records import (
     NORM,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.option_words import Options
 from commfuse_npu.tools.launch_script.short_run import MOCK_VOCABULARY
 from mindspeed_patches.rehearsal.__main__ import arguments_of, prepare
 from mindspeed_patches.rehearsal.scale import RehearsedLayout, layout_of, scale_down

@@ -26,7 +26,7 @@ from commfuse_npu.plan.rules.blocks import (
     GatherUse,
     ProduceScatter,
 )
-from commfuse_npu.plan.rules.linear import (
+from commfuse_npu.plan.rules.gemms import (
     ColumnBackward,
     GatherGemm,
     GemmScatter,

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from commfuse_npu.tools.doctor.machine import Finding, Level, LocalMachine, listed_npus
+from commfuse_npu.tools.doctor.local_machine import Finding, Level, LocalMachine, listed_npus
 
 _FROM_600 = r"0*([6-9]\d\d|[1-9]\d{3,})"
 _NOT_1 = "(?!1$).*"

@@ -15,7 +15,7 @@ from commfuse_npu.launch.packages import (
     WITHOUT_LLM,
     numbers,
 )
-from commfuse_npu.tools.doctor.machine import Finding, Level, LocalMachine, listed_npus
+from commfuse_npu.tools.doctor.local_machine import Finding, Level, LocalMachine, listed_npus
 
 TRY_TORCH_NPU = "import torch, torch_npu; print(); print('NPUs:', torch.npu.device_count())"
 """The program that a separate Python runs."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.option_words import Options
 
 NODES = "--nnodes"
 PER_NODE = "--nproc-per-node"

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from commfuse_npu.runtime.child_process import die_with_parent
-from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.option_words import Options
 
 MOCK_VOCABULARY = 4607
 """Mock data has tokens up to 4095 and an end token after the vocabulary of the null tokenizer.

@@ -1,4 +1,4 @@
 """Measures the figures that the simulator assumes of a machine, and compares forms of a launch.
 
-:mod:`.worker` imports torch and runs only in the rank processes.
+:mod:`.measuring_worker` imports torch and runs only in the rank processes.
 """

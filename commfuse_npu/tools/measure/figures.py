@@ -14,7 +14,7 @@ from typing import Any
 
 from commfuse_npu.tools.config_file import read_config
 from commfuse_npu.tools.hardware.description import Figure, Hardware
-from commfuse_npu.tools.measure.steps import Times
+from commfuse_npu.tools.measure.measuring_steps import Times
 from commfuse_npu.tools.quartiles import Range, quartiles
 
 Measured = Mapping[str, Times]

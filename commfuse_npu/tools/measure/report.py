@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from commfuse_npu.tools.hardware.description import Figure, Hardware
-from commfuse_npu.tools.measure.launches import WARM_UP, MeasuredTraining
+from commfuse_npu.tools.measure.measured_launches import WARM_UP, MeasuredTraining
 from commfuse_npu.tools.terminal import table_head, table_row
 
 Row = tuple[str, str, str, str]

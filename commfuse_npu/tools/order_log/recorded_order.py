@@ -86,7 +86,7 @@ class _RecordedRun:
         self.batched = batched
         code = enumerate(program.code if program else ())
         self.left = {at: step for at, step in code if isinstance(step, Post | Collective | Wait)}
-        self.ends: dict[tuple[Rules, str, int], tuple[simulation.End, ...]] = {}
+        self.ends: dict[tuple[Rules, str, int], tuple[simulation.TransferEnd, ...]] = {}
         self.at = self.posted = self.due = 0
 
 
@@ -280,7 +280,7 @@ class RankLog:
         piece = "{kind} ({bytes} bytes)".format(**facts)
         peers = (peer for peer in range(len(group.ranks)) if peer != own)
         pairs = [pair for peer in peers for pair in ((own, peer), (peer, own))]
-        ends = tuple(simulation.End(name, Transfer(0, 0, *pair, piece)) for pair in pairs)
+        ends = tuple(simulation.TransferEnd(name, Transfer(0, 0, *pair, piece)) for pair in pairs)
         for rules in self.actions:
             running.ends[rules, "send", 0] = ends
             self._post(rules, group, "of collectives", ends)
@@ -288,7 +288,7 @@ class RankLog:
     def _finish(self, running: _RecordedRun) -> None:
         program = running.program
         if program is None:
-            self._act(simulation.Wait(running.ends["recorded", "send", 0]))
+            self._act(simulation.WaitForEnds(running.ends["recorded", "send", 0]))
             return
         for place in running.left:
             self._fault(running, f"finishes without {_line(program, place)}")
@@ -319,9 +319,9 @@ class RankLog:
             threads[self._thread].append(action)
 
     def _post(
-        self, rules: Rules, group: Group, lane: Hashable, ends: tuple[simulation.End, ...]
+        self, rules: Rules, group: Group, lane: Hashable, ends: tuple[simulation.TransferEnd, ...]
     ) -> None:
-        post = simulation.Post(group, lane, ends, before=self._posted[rules, group])
+        post = simulation.PostBatch(group, lane, ends, before=self._posted[rules, group])
         self.actions[rules][self._thread].append(post)
         self._posted[rules, group] += 1
 
@@ -350,16 +350,16 @@ class RankLog:
     def _simulate(self, rules: Rules, running: _RecordedRun, instruction: Instruction) -> None:
         name = running.name
         if isinstance(instruction, Wait):
-            ends: list[simulation.End] = []
+            ends: list[simulation.TransferEnd] = []
             for way, step in instruction.ends:
                 if (rules, way, step) not in running.ends:
                     self._fault(running, f"waits for what step {step} {way}s, which is not posted")
                 ends += running.ends.get((rules, way, step), ())
-            self.actions[rules][self._thread].append(simulation.Wait(tuple(ends)))
+            self.actions[rules][self._thread].append(simulation.WaitForEnds(tuple(ends)))
         elif isinstance(instruction, Post | Collective):
             posted = tuple(
                 # With the number of rows, which has to be the same at both ends.
-                simulation.End(
+                simulation.TransferEnd(
                     name, transfer._replace(piece=f"{transfer.piece} ({span.rows} rows)")
                 )
                 for _, (transfer, span) in instruction.ends

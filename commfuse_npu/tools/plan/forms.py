@@ -8,8 +8,8 @@ from typing import Any
 
 from commfuse_npu.plan.slots import recomputes_all
 from commfuse_npu.tools.hardware.description import Hardware
-from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.plan.launch import (
+from commfuse_npu.tools.launch_script.option_words import Options
+from commfuse_npu.tools.plan.asked_launch import (
     AskedLaunch,
     NotSimulated,
     form_of,

@@ -10,13 +10,13 @@ from commfuse_npu.plan import PlanError
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.launch_script.short_run import PEERS
 from commfuse_npu.tools.model_config import problems
-from commfuse_npu.tools.plan.forms import Form, forms_of, simulate_forms
-from commfuse_npu.tools.plan.launch import (
+from commfuse_npu.tools.plan.asked_launch import (
     AskedLaunch,
     roughly,
     size_of,
     training_of,
 )
+from commfuse_npu.tools.plan.forms import Form, forms_of, simulate_forms
 from commfuse_npu.tools.plan.obstacles import Judged, obstacles
 from commfuse_npu.tools.simulate.footprint import limit
 from commfuse_npu.tools.simulate.step import TrainingStep

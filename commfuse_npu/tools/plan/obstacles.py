@@ -25,9 +25,9 @@ from commfuse_npu.launch.refusals import (
 )
 from commfuse_npu.plan import min_rows_to_fuse
 from commfuse_npu.plan.slots import paired_microbatches, slots
-from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.option_words import Options
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.plan.launch import AskedLaunch, model_chunks, size_of
+from commfuse_npu.tools.plan.asked_launch import AskedLaunch, model_chunks, size_of
 
 
 class Obstacles(NamedTuple):

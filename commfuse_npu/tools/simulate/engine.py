@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from commfuse_npu.tools.hardware.machine import Machine
-from commfuse_npu.tools.simulate.launches import (
+from commfuse_npu.tools.simulate.operations import (
     ASIDE,
     COMPUTE,
     Key,

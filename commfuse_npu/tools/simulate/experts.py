@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate.group import collective_seconds
-from commfuse_npu.tools.simulate.launches import Links
+from commfuse_npu.tools.simulate.operations import Links
 from commfuse_npu.tools.simulate.rank import Rank
 
 _BACKWARD = 0.6

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.slots import in_flight_without, most_in_flight, slots
-from commfuse_npu.plan.turns import MOST_WEIGHT_GRADIENTS
+from commfuse_npu.plan.turn_rule import MOST_WEIGHT_GRADIENTS
 from commfuse_npu.runtime.hccl_options import lane_megabytes
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES

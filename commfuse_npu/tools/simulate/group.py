@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from commfuse_npu.tools.simulate.engine import Simulated
-from commfuse_npu.tools.simulate.launches import Links, fold
+from commfuse_npu.tools.simulate.operations import Links, fold
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import REFERENCE, Variant
 

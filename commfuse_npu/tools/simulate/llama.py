@@ -11,7 +11,7 @@ feed-forward, ``n`` tensor-parallel ranks.  All widths below are those of one ra
 Attention (causal, forward) takes ``2 * B * S^2 * H`` FLOP over all ranks: two products over half of
 the scores.  Its backward takes 2.5 times as many: five products instead of two, because flash
 attention recomputes the scores.  Element-wise work costs its memory traffic.  Latent attention
-replaces qkv and context parallelism adds transfers to attention (:mod:`.attention`), experts
+replaces qkv and context parallelism adds transfers to attention (:mod:`.attention_layers`), experts
 (:mod:`.experts`) replace the feed-forward part.  Without sequence parallelism every rank has all
 rows.
 
@@ -24,8 +24,8 @@ addition of gradients to ``main_grad``): 33 forward and 33 backward, counted on 
 from dataclasses import dataclass
 
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Machine
-from commfuse_npu.tools.simulate import linear
-from commfuse_npu.tools.simulate.attention import Latent, attend
+from commfuse_npu.tools.simulate import linear_layers
+from commfuse_npu.tools.simulate.attention_layers import Latent, attend
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.lora import Lora, Weight, adapt
 from commfuse_npu.tools.simulate.rank import Rank, rest
@@ -185,18 +185,18 @@ def forward(rank: Rank, shape: LayerShape, *, whole: bool = True) -> None:
     if shape.latent is not None:
         shape.latent.forward(rank, rows, held, h)
     else:
-        linear.column(rank, "qkv", block, h, qkv)
+        linear_layers.column(rank, "qkv", block, h, qkv)
     rank.elementwise("rotary", 2 * rows * qkv, _ROTARY[0])
     attend(rank, shape, 0)
-    linear.row(rank, "proj", block, shape.inner, h)
+    linear_layers.row(rank, "proj", block, shape.inner, h)
     rank.elementwise("residual, norm", 4 * held * h, 2)
     if shape.experts is not None:
         shape.experts.forward(rank, held, h)
     if width:
-        linear.column(rank, "fc1", block, h, shape.halves * width)
+        linear_layers.column(rank, "fc1", block, h, shape.halves * width)
         rank.elementwise("activation", rows * (shape.halves + 1) * width)
         if whole:
-            linear.row(rank, "fc2", block, width, h)
+            linear_layers.row(rank, "fc2", block, width, h)
     rank.elementwise("residual", 3 * held * h)
     adapt(rank, shape)
 
@@ -219,14 +219,14 @@ def backward(rank: Rank, shape: LayerShape) -> None:
     if shape.experts is not None:
         shape.experts.backward(rank, held, h)
     if width:
-        fc1 = linear.column_gradients(rank, "fc1 backward", block, h, shape.halves * width)
-        linear.row_gradients(rank, "fc2 backward", block, width, h, fc1)
+        fc1 = linear_layers.column_gradients(rank, "fc1 backward", block, h, shape.halves * width)
+        linear_layers.row_gradients(rank, "fc2 backward", block, width, h, fc1)
         rank.elementwise("activation backward", rows * (2 * shape.halves + 1) * width)
         rest(fc1)
     rank.elementwise("norm backward", 4 * held * h, norm)
-    qkv_gradients = linear.column_gradients(rank, "qkv backward", block, h, qkv)
+    qkv_gradients = linear_layers.column_gradients(rank, "qkv backward", block, h, qkv)
     before = qkv_gradients if shape.latent is None else None
-    linear.row_gradients(rank, "proj backward", block, shape.inner, h, before)
+    linear_layers.row_gradients(rank, "proj backward", block, shape.inner, h, before)
     attend(rank, shape, 1)
     rank.elementwise("rotary backward", 2 * rows * qkv, _ROTARY[1])
     if shape.latent is not None:
@@ -246,7 +246,7 @@ def head_forward(rank: Rank, shape: LayerShape) -> None:
     v = shape.vocabulary // shape.ranks
     _set_up(rank, shape)
     rank.elementwise("norm", 2 * shape.held * shape.hidden)
-    linear.column(rank, "output", shape.block, shape.hidden, v)
+    linear_layers.column(rank, "output", shape.block, shape.hidden, v)
     rank.elementwise("loss", 19 * shape.rows * v, _LOSS[0])
 
 
@@ -255,5 +255,5 @@ def head_backward(rank: Rank, shape: LayerShape) -> None:
     v = shape.vocabulary // shape.ranks
     _set_up(rank, shape)
     rank.elementwise("loss backward", 7 * shape.rows * v, _LOSS[1])
-    rest(linear.column_gradients(rank, "output backward", shape.block, shape.hidden, v))
+    rest(linear_layers.column_gradients(rank, "output backward", shape.block, shape.hidden, v))
     rank.elementwise("norm backward", 4 * shape.held * shape.hidden)

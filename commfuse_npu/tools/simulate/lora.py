@@ -7,9 +7,9 @@ not gathered again in the backward.
 
 With ``--lora-fusion`` (``cc_lora_forward.py``) a layer and its adapter are one autograd function.
 Where there are at least as many rows as inputs, it adds ``B @ A`` to the weight and multiplies
-once; with sequence parallelism row-parallel layers run in MC2's kernels (:mod:`.linear`).  As it
-takes the weight and does not call the layer, MC2, CoC and fused layers have no effect.  It computes
-the gradient of its input in the first layer, too, so that no layer is cheaper than others.
+once; with sequence parallelism row-parallel layers run in MC2's kernels (:mod:`.linear_layers`). As
+it takes the weight and does not call the layer, MC2, CoC and fused layers have no effect.  It
+computes the gradient of its input in the first layer, too, so that no layer is cheaper than others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Passes that take turns by the rule of :mod:`commfuse_npu.plan.turns`, as operations of a rank.
+"""Passes that take turns by :mod:`commfuse_npu.plan.turn_rule`, as operations of a rank.
 
 ==============  ====================================================================================
 forward         of the next micro-batch, where it runs beside the gradients
@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from commfuse_npu.plan.turns import MOST_WEIGHT_GRADIENTS, filled_pass, next_pass
+from commfuse_npu.plan.turn_rule import MOST_WEIGHT_GRADIENTS, filled_pass, next_pass
 from commfuse_npu.tools.simulate import llama
-from commfuse_npu.tools.simulate.launches import COMPUTE, Operation
 from commfuse_npu.tools.simulate.llama import LayerShape
+from commfuse_npu.tools.simulate.operations import COMPUTE, Operation
 from commfuse_npu.tools.simulate.rank import RING, Rank
 
 

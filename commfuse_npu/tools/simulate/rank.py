@@ -41,8 +41,8 @@ from commfuse_npu.plan.instructions import (
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.schedule import RankSpec, Schedule
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES
-from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE, Key, Links, Message, Operation
 from commfuse_npu.tools.simulate.lora import Lora
+from commfuse_npu.tools.simulate.operations import ASIDE, COMPUTE, Key, Links, Message, Operation
 from commfuse_npu.tools.simulate.variants import Variant, Way
 
 _COLLECTIVE = "collective"

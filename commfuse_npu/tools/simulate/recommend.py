@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from commfuse_npu.runtime.atomic_write import atomic_write
 from commfuse_npu.tools.hardware.description import Hardware
-from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.option_words import Options
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate.footprint import USABLE, footprint, limit
 from commfuse_npu.tools.simulate.timed import Timed, timed

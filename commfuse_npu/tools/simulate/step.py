@@ -25,8 +25,8 @@ from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.chunks import KINDS, Chunks, ChunkTime
 from commfuse_npu.tools.simulate.group import collective_seconds, simulate
-from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
+from commfuse_npu.tools.simulate.operations import Links
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant

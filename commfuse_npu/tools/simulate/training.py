@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.simulate.attention import Latent
+from commfuse_npu.tools.simulate.attention_layers import Latent
 from commfuse_npu.tools.simulate.llama import LayerShape
 
 Kind = Literal["dense", "experts", "none"]

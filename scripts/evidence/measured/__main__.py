@@ -15,7 +15,7 @@ from statistics import median
 from commfuse_npu.launch.options import whole, words, words_from
 from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.config_file import ConfigError
-from commfuse_npu.tools.measure.steps import Times
+from commfuse_npu.tools.measure.measuring_steps import Times
 from commfuse_npu.tools.option_types import Parser, new_file
 from commfuse_npu.tools.ranks import Ranks, RanksError
 from commfuse_npu.tools.terminal import rendered, table_head, table_row
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         scale = scale_of(options.config, options.ranks)
         times = Times()
-        worker = "scripts.evidence.measured.forms:FormsWorker"
+        worker = "scripts.evidence.measured.forms_worker:FormsWorker"
         limit = options.timeout
         with Ranks(options.ranks, device="cpu", timeout=limit, worker=worker) as ranks, rendered():
             for work, ratio in product(options.works, options.ratios):

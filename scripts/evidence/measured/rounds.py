@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from commfuse_npu.tools.measure.steps import Scale, Times
+from commfuse_npu.tools.measure.measuring_steps import Scale, Times
 from commfuse_npu.tools.ranks import RanksError
 from commfuse_npu.tools.terminal import tell
 from scripts.evidence.measured.works import COMPUTE, NAMES, REFERENCE, WORKS
@@ -17,7 +17,7 @@ _GFLOPS = 15.0
 and at a higher rate their Python code and copies would be most of the time."""
 
 Ask = Callable[..., list[Any]]
-"""Calls a method of :class:`.forms.FormsWorker`; returns results by rank."""
+"""Calls a method of :class:`.forms_worker.FormsWorker`; returns results by rank."""
 
 
 class Sample(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from commfuse_npu.tools.config_file import find_config
-from commfuse_npu.tools.measure.steps import Scale
+from commfuse_npu.tools.measure.measuring_steps import Scale
 
 _BLOCK = 16
 """Tokens of a rank are a multiple of this: whole cache lines, as all widths."""
@@ -22,7 +22,7 @@ NAMES = (
     *(REFERENCE, "slices-2", "slices-4", "slices-8", "megatron", "ours-c1", "ours-c4", "ours-c8"),
     *TUNED,
 )
-"""The forms that can be compared (:mod:`.forms`), the reference first."""
+"""The forms that can be compared (:mod:`.forms_worker`), the reference first."""
 
 
 def scale_of(config: str, ranks: int) -> Scale:

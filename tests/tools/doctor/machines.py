@@ -6,8 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from commfuse_npu.launch.packages import Package
-from commfuse_npu.tools.doctor.command import diagnose
-from commfuse_npu.tools.doctor.machine import ABSENT, CommandResult, LocalMachine
+from commfuse_npu.tools.doctor.doctor_command import diagnose
+from commfuse_npu.tools.doctor.local_machine import ABSENT, CommandResult, LocalMachine
 from commfuse_npu.tools.doctor.versions import TRY_TORCH_NPU
 
 INFO_A2 = """\

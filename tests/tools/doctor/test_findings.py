@@ -9,8 +9,8 @@ import torch
 
 from commfuse_npu.launch.packages import Package, find_package
 from commfuse_npu.tools import cli
-from commfuse_npu.tools.doctor.command import diagnose
-from commfuse_npu.tools.doctor.machine import ABSENT, CommandResult, LocalMachine, run_command
+from commfuse_npu.tools.doctor.doctor_command import diagnose
+from commfuse_npu.tools.doctor.local_machine import ABSENT, CommandResult, LocalMachine, run_command
 from commfuse_npu.tools.doctor.versions import TRY_TORCH_NPU
 from tests.tools.doctor.machines import (
     INFO_A2,

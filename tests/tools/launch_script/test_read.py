@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.launch_script.launch import read_launch
-from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.option_words import Options
+from commfuse_npu.tools.launch_script.read_launch import read_launch
 
 ARGS = ["--num-layers", "2", "--bf16"]
 TORCHRUN = "--nproc_per_node 4 --nnodes 2 --node_rank 0"

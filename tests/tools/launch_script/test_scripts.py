@@ -9,7 +9,7 @@ import pytest
 
 from commfuse_npu.tools.launch_script import UsageError, reading
 from commfuse_npu.tools.launch_script.command_line import Launch
-from commfuse_npu.tools.launch_script.launch import read_launch
+from commfuse_npu.tools.launch_script.read_launch import read_launch
 
 Read = Callable[..., Launch]
 

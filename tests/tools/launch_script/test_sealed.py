@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from commfuse_npu.tools.launch_script import UsageError, sealed
-from commfuse_npu.tools.launch_script.launch import read_launch
+from commfuse_npu.tools.launch_script.read_launch import read_launch
 from tests.limits import LIMIT
 
 # If the seal were broken, nothing here would harm more than what the tests own.

@@ -17,10 +17,15 @@ import pytest
 from commfuse_npu.tools import ranks as module
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.hardware.description import Hardware
-from commfuse_npu.tools.measure import command
-from commfuse_npu.tools.measure.launches import FORMS, Launches, MeasuredForm, TrainingError
-from commfuse_npu.tools.measure.steps import STEPS, Scale
-from commfuse_npu.tools.simulate.command import main as simulate
+from commfuse_npu.tools.measure import measure_command
+from commfuse_npu.tools.measure.measured_launches import (
+    FORMS,
+    Launches,
+    MeasuredForm,
+    TrainingError,
+)
+from commfuse_npu.tools.measure.measuring_steps import STEPS, Scale
+from commfuse_npu.tools.simulate.simulate_command import main as simulate
 from tests.distributed.ranks import forkserver
 from tests.limits import LIMIT
 from tests.processes import ended, interruptible, wait_for
@@ -49,7 +54,7 @@ def measure(measured: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     """``measure(*words, code=0)`` runs the command in the folder; returns what it prints."""
 
     def run(*words: str, code: int = 0, device: tuple[str, ...] = SMALL) -> str:
-        assert command.main([*device, "--folder", str(measured), *words]) == code
+        assert measure_command.main([*device, "--folder", str(measured), *words]) == code
         return "".join(capsys.readouterr())
 
     return run
@@ -147,8 +152,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return stand_in
 
     stand_in = SimpleNamespace(answers=answers, limits=[], ask=ask, close=lambda: None)
-    monkeypatch.setattr(command, "Ranks", started)
-    monkeypatch.setattr(command, "STEPS", {"host": "?", "links": "?"})
+    monkeypatch.setattr(measure_command, "Ranks", started)
+    monkeypatch.setattr(measure_command, "STEPS", {"host": "?", "links": "?"})
     return stand_in
 
 
@@ -157,8 +162,8 @@ def test_a_description_of_another_npu_is_refused(
 ) -> None:
     base, name = "ascend_910c_supernode", "Ascend910_9391"
     ranks.answers["machine"]["device name"] = name
-    monkeypatch.setattr(command, "STEPS", {"host": "?"})
-    monkeypatch.setattr(command, "check_backend", lambda device: None)
+    monkeypatch.setattr(measure_command, "STEPS", {"host": "?"})
+    monkeypatch.setattr(measure_command, "check_backend", lambda device: None)
     assert f"of them outside the range that {base} assumes: `host." in measure(device=())
     assert "| **below** |" in (measured / "measured.md").read_text()
     described = Hardware.load(measured / "measured.yaml")
@@ -166,7 +171,7 @@ def test_a_description_of_another_npu_is_refused(
     assert described.topologies == expected.topologies
     assert described.figures["inside.rate"] == expected.figures["inside.rate"]
     ranks.answers["machine"]["torch"] = "other"
-    monkeypatch.setattr(command, "STEPS", {"links": "?"})
+    monkeypatch.setattr(measure_command, "STEPS", {"links": "?"})
     said = "other conditions: torch 'none' there, 'other' here; choose another"
     assert said in measure(code=2, device=())
     assert "links" not in steps(measured)
@@ -175,10 +180,10 @@ def test_a_description_of_another_npu_is_refused(
 def test_ranks_have_the_environment_of_the_launch(measured, measure, ranks, monkeypatch) -> None:
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
     planned = Launches({}, measured, {"TASK_QUEUE_ENABLE": "2"})
-    monkeypatch.setattr(command, "launches", lambda *_: planned)
-    monkeypatch.setattr(command, "check_backend", lambda device: None)
+    monkeypatch.setattr(measure_command, "launches", lambda *_: planned)
+    monkeypatch.setattr(measure_command, "check_backend", lambda device: None)
     ranks.answers["host"] = lambda: HOST * int(os.environ["TASK_QUEUE_ENABLE"])
-    monkeypatch.setattr(command, "STEPS", {"host": "?", "launch": "?"})
+    monkeypatch.setattr(measure_command, "STEPS", {"host": "?", "launch": "?"})
     measure("--launch", "launch.sh", device=())
     assert len(times(measured, "host")) == 2
 
@@ -200,7 +205,7 @@ def test_a_step_without_sense_is_measured_again(measured, measure, ranks) -> Non
 
 def test_a_question_has_what_is_left_of_the_minutes(measure, ranks, monkeypatch) -> None:
     clock = count(0.0, 20.0)
-    monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(measure_command.time, "monotonic", lambda: next(clock))
     measure("--minutes", "5")
     # The ranks start at 40 s; host and links are asked at 60 s and 120 s.
     assert ranks.limits == [260, 240, 180]
@@ -235,7 +240,7 @@ def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path, measured, measure, monk
             numbers = [1.0 + i for i in range(10)]
             return {"losses": numbers, "milliseconds": numbers, "peak": None, "weights": "a" * 64}
 
-        monkeypatch.setattr(command, "train", train)
+        monkeypatch.setattr(measure_command, "train", train)
         words = ["--steps", "launch", "--launch", line, "--minutes", minutes]
         return measure(*words, code=code, device=())
 
@@ -244,8 +249,8 @@ def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path, measured, measure, monk
         return re.findall(r"^\| (\S.*?) \| .* \| `aaaaaaaa` \|$", page, re.MULTILINE)
 
     planned = Launches({form: [] for form in forms}, tmp_path, {})
-    monkeypatch.setattr(command, "launches", lambda *_: planned)
-    monkeypatch.setattr(command, "check_backend", lambda device: None)
+    monkeypatch.setattr(measure_command, "launches", lambda *_: planned)
+    monkeypatch.setattr(measure_command, "check_backend", lambda device: None)
     why = TrainingError("exit code 1 (x.log)\nOSError: liblcal.so")
     printed = measured_as(code=1, plain=why)
     assert "blocking collectives: failed: exit code 1 (x.log) OSError: liblcal.so" in printed

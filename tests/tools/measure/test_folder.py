@@ -8,10 +8,10 @@ import pytest
 
 from commfuse_npu.launch.packages import Package
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.measure import folder as module
-from commfuse_npu.tools.measure.command import npu_facts
-from commfuse_npu.tools.measure.folder import Folder
-from commfuse_npu.tools.measure.steps import slowest
+from commfuse_npu.tools.measure import results_folder as module
+from commfuse_npu.tools.measure.measure_command import npu_facts
+from commfuse_npu.tools.measure.measuring_steps import slowest
+from commfuse_npu.tools.measure.results_folder import Folder
 from commfuse_npu.tools.ranks import check_backend
 from tests.tools.doctor.machines import NPU_ANSWERS, machine
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from commfuse_npu.tools.launch_script import UsageError, short_run
-from commfuse_npu.tools.launch_script.options import Options
-from commfuse_npu.tools.measure import launches as module
-from commfuse_npu.tools.measure.launches import (
+from commfuse_npu.tools.launch_script.option_words import Options
+from commfuse_npu.tools.measure import measured_launches as module
+from commfuse_npu.tools.measure.measured_launches import (
     FORMS,
     Launches,
     TrainingError,

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 
 from commfuse_npu.tools.config_file import find_config
-from commfuse_npu.tools.measure.launches import FORMS, WARM_UP, MeasuredTraining
+from commfuse_npu.tools.measure.measured_launches import FORMS, WARM_UP, MeasuredTraining
+from commfuse_npu.tools.measure.measuring_steps import Scale
 from commfuse_npu.tools.measure.report import launch_table, verdict
-from commfuse_npu.tools.measure.steps import Scale
 
 CONFIG = find_config("llama3_8b")
 

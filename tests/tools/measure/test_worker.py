@@ -11,8 +11,8 @@ import pytest
 
 from commfuse_npu.tools import ranks as module
 from commfuse_npu.tools.config_file import find_config
-from commfuse_npu.tools.measure.steps import Scale
-from commfuse_npu.tools.measure.worker import Worker
+from commfuse_npu.tools.measure.measuring_steps import Scale
+from commfuse_npu.tools.measure.measuring_worker import Worker
 from commfuse_npu.tools.ranks import Ranks, RanksError
 from tests.distributed.ranks import forkserver, on_ranks
 from tests.limits import LIMIT

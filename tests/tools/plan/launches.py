@@ -4,7 +4,7 @@ from pathlib import Path
 
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.hardware.description import Hardware
-from commfuse_npu.tools.plan.launch import AskedLaunch, ask_about
+from commfuse_npu.tools.plan.asked_launch import AskedLaunch, ask_about
 
 SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "llama3_8b.yaml"

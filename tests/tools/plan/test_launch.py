@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.tools.plan.launch import ask_about, training_of
+from commfuse_npu.tools.plan.asked_launch import ask_about, training_of
 from commfuse_npu.tools.plan.launch_plan import plan_launch
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.footprint import footprint
@@ -174,7 +174,7 @@ def test_another_machine_has_other_times(plan: Plan, monkeypatch: pytest.MonkeyP
     assert typical(by_flags(server)[""]) != typical(by_flags(other)[""])
     for name, expected in (("Ascend910", other), ("310P3", server)):
         npus = [(name, "OK")] * 2
-        monkeypatch.setattr("commfuse_npu.tools.plan.command.listed_npus", lambda _, n=npus: n)
+        monkeypatch.setattr("commfuse_npu.tools.plan.plan_command.listed_npus", lambda _, n=npus: n)
         assert plan(f"{TP} {MANY}")["hardware"] == expected["hardware"]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from commfuse_npu.tools.plan.launch import AskedLaunch, NotSimulated, training_of
+from commfuse_npu.tools.plan.asked_launch import AskedLaunch, NotSimulated, training_of
 from commfuse_npu.tools.plan.launch_plan import plan_launch
 from commfuse_npu.tools.plan.obstacles import obstacles
 from tests.tools.plan.launches import (

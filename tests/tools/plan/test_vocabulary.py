@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.tools.plan.launch import ask_about
+from commfuse_npu.tools.plan.asked_launch import ask_about
 from tests.tools.plan.launches import MODEL
 
 

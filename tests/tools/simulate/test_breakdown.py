@@ -2,7 +2,7 @@
 
 import pytest
 
-from commfuse_npu.tools.plan.launch import training_of
+from commfuse_npu.tools.plan.asked_launch import training_of
 from commfuse_npu.tools.simulate.step import StepParts, TrainingStep
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, Variant, forms

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Level, Machine, min_outputs_to_hide
-from commfuse_npu.tools.simulate import linear
+from commfuse_npu.tools.simulate import linear_layers
 from commfuse_npu.tools.simulate.group import collective_seconds, simulate
-from commfuse_npu.tools.simulate.launches import Links
 from commfuse_npu.tools.simulate.mc2 import RANKS
+from commfuse_npu.tools.simulate.operations import Links
 from commfuse_npu.tools.simulate.rank import Rank, rest
 from commfuse_npu.tools.simulate.variants import MC2, MEGATRON, REFERENCE, Variant
 from tests.tools.simulate.machines import ideal, work
@@ -42,7 +42,7 @@ def layer(
     flops = 2.0 * size * ROWS * FEATURES**2
     inside = replace(machine.inside, rate=machine.inside.rate * BLOCK / block)
     machine = replace(machine, cube_flops=flops / compute if compute else math.inf, inside=inside)
-    build = getattr(linear, part)
+    build = getattr(linear_layers, part)
 
     def add(rank: Rank) -> None:
         rest(build(rank, "x", ROWS, FEATURES, FEATURES) or iter(()))
@@ -193,14 +193,16 @@ def test_from_so_many_outputs_on_nothing_is_left_to_hide(topology: str) -> None:
         simulated = simulate(
             Links(machine, 4),
             MEGATRON,
-            lambda rank, outputs=outputs: rest(linear.column_gradients(rank, "x", 8, 16, outputs)),
+            lambda rank, outputs=outputs: rest(
+                linear_layers.column_gradients(rank, "x", 8, 16, outputs)
+            ),
         )
         assert (simulated.seconds <= work(simulated) * (1 + 1e-9)) is hidden
     for without in 1, 2 * machine.npus_per_node:
         assert min_outputs_to_hide(machine, without) is None
 
 
-@pytest.mark.parametrize("build", [linear.column, linear.row])
+@pytest.mark.parametrize("build", [linear_layers.column, linear_layers.row])
 @pytest.mark.parametrize("topology", ["full_mesh", "switched"])
 def test_a_kernel_of_mc2_is_one_launch(build: Callable[..., Any], topology: str) -> None:
     rank = Rank(Links(ideal(topology, hbm_bandwidth=4.0), 8), 0, MC2)  # type: ignore[arg-type]

@@ -11,14 +11,14 @@ from commfuse_npu.tools.hardware.machine import Level
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.engine import Simulated
 from commfuse_npu.tools.simulate.group import simulate
-from commfuse_npu.tools.simulate.launches import (
+from commfuse_npu.tools.simulate.llama import LayerShape
+from commfuse_npu.tools.simulate.operations import (
     ASIDE,
     COMPUTE,
     Links,
     Message,
     Operation,
 )
-from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import side_by_side
 from commfuse_npu.tools.simulate.variants import OVERLAP
 from tests.tools.simulate.machines import check_timeline, ideal, variants

@@ -11,7 +11,7 @@ from commfuse_npu.tools import cli
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.hardware.description import Figure, Hardware
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.plan.launch import ask_about
+from commfuse_npu.tools.plan.asked_launch import ask_about
 from commfuse_npu.tools.plan.obstacles import obstacles
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint, limit
 from commfuse_npu.tools.simulate.recommend import (

@@ -51,14 +51,14 @@ from commfuse_npu.launch.refusals import unlisted
 from commfuse_npu.ops import LinearOptions, attention_all_to_all, linear_all_to_all
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.runtime.collectives import all_to_all
-from mindspeed_patches.attention import (
+from mindspeed_patches.job_lanes import CONTEXT_PARALLEL, LaneUser
+from mindspeed_patches.patching import around
+from mindspeed_patches.self_attention import (
     DeferredAttention,
     attention_arguments,
     heads_obstacle,
     proj_obstacle,
 )
-from mindspeed_patches.lanes import CONTEXT_PARALLEL, LaneUser
-from mindspeed_patches.patching import around
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
     picked,

@@ -14,7 +14,7 @@ from commfuse_npu.tools.drawing import draw, lacking
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, write_output
-from commfuse_npu.tools.simulate.lanes import layer_picture
+from commfuse_npu.tools.simulate.layer_picture import layer_picture
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.timed import CORNERS, as_json, best, show, timed
 from commfuse_npu.tools.simulate.training import Layout, training

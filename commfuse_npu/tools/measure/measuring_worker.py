@@ -21,7 +21,7 @@ from commfuse_npu.kernels import kernels_for
 from commfuse_npu.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from commfuse_npu.runtime.lanes import post_swap
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tools.measure.steps import Scale, Times
+from commfuse_npu.tools.measure.measuring_steps import Scale, Times
 from commfuse_npu.tools.measure.stopwatch import Stopwatch
 
 _PROCESSOR = Path("/proc/cpuinfo")

@@ -1,4 +1,4 @@
-"""One rank of a rehearsal, under torchrun: ``worker.py FOLDER WAY SCRIPT ARGS``.
+"""One rank of a rehearsal, under torchrun: ``rehearsed_rank.py FOLDER WAY SCRIPT ARGS``.
 
 Installs the stand-ins, and CommFuse if requested, runs the script as if it had been started
 directly, and writes a record into the folder: losses, gradient norms, collectives, hashes of

@@ -17,14 +17,13 @@ from commfuse_npu.plan.machines import described
 from commfuse_npu.runtime.atomic_write import atomic_write
 from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.doctor.environment import check_variables
-from commfuse_npu.tools.doctor.machine import LocalMachine, check_devices, topology
+from commfuse_npu.tools.doctor.local_machine import LocalMachine, check_devices, topology
 from commfuse_npu.tools.doctor.versions import check_cann, check_torch
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.measure.figures import Measured, description
-from commfuse_npu.tools.measure.folder import Folder
-from commfuse_npu.tools.measure.launches import FORMS as LAUNCHED
-from commfuse_npu.tools.measure.launches import (
+from commfuse_npu.tools.measure.measured_launches import FORMS as LAUNCHED
+from commfuse_npu.tools.measure.measured_launches import (
     Launches,
     MeasuredForm,
     MeasuredTraining,
@@ -32,8 +31,9 @@ from commfuse_npu.tools.measure.launches import (
     launches,
     train,
 )
+from commfuse_npu.tools.measure.measuring_steps import LAUNCH, STEPS, Scale, Times, slowest
 from commfuse_npu.tools.measure.report import Row, as_markdown, compared, verdict
-from commfuse_npu.tools.measure.steps import LAUNCH, STEPS, Scale, Times, slowest
+from commfuse_npu.tools.measure.results_folder import Folder
 from commfuse_npu.tools.option_types import Parser, positive, refuse
 from commfuse_npu.tools.ranks import Ranks, RanksError, check_backend
 from commfuse_npu.tools.terminal import tell

@@ -5,7 +5,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from commfuse_npu.tools.doctor.environment import check_variables
-from commfuse_npu.tools.doctor.machine import Finding, LocalMachine, check_devices, listed_npus
+from commfuse_npu.tools.doctor.local_machine import (
+    Finding,
+    LocalMachine,
+    check_devices,
+    listed_npus,
+)
 from commfuse_npu.tools.doctor.versions import (
     check_cann,
     check_stack,

@@ -40,8 +40,8 @@ from commfuse_npu.ops.tuning import Tuning, decisions
 from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.plan import Schedule, split
 from commfuse_npu.runtime.transport import Transport
-from commfuse_npu.tools.measure.steps import Scale
-from commfuse_npu.tools.measure.worker import Worker
+from commfuse_npu.tools.measure.measuring_steps import Scale
+from commfuse_npu.tools.measure.measuring_worker import Worker
 from scripts.cpu_pretraining.wire import pace
 from scripts.evidence.measured.baselines import (
     Baseline,

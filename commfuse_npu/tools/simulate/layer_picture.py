@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from commfuse_npu.tools.drawing import Bit, Chart, Row, Size, gantt
 from commfuse_npu.tools.simulate.engine import Simulated
-from commfuse_npu.tools.simulate.launches import ASIDE, COMPUTE
+from commfuse_npu.tools.simulate.operations import ASIDE, COMPUTE
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.variants import Variant
 

@@ -28,7 +28,7 @@ from .data import Corpus
 from .megatron_on_cpu import megatron_on_cpu
 from .model import build_trainee
 from .recorder import Recorder
-from .ulysses import UlyssesAttention
+from .ulysses_attention import UlyssesAttention
 from .wire import pace
 
 BLOCK = 2

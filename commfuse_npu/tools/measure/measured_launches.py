@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from commfuse_npu.tools.launch_script import UsageError
-from commfuse_npu.tools.launch_script.launch import read_launch
-from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.option_words import Options
+from commfuse_npu.tools.launch_script.read_launch import read_launch
 from commfuse_npu.tools.launch_script.short_run import (
     PEERS,
     commfuse_names,

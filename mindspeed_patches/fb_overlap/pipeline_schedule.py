@@ -16,7 +16,7 @@ import torch
 
 from commfuse_npu.plan.slots import Slot, Step, slots
 from mindspeed_patches.core_pieces import supported_keywords
-from mindspeed_patches.fb_overlap.core_versions import Layout, exchange
+from mindspeed_patches.fb_overlap.core_versions import StepLayout, exchange
 
 
 class OverlappedSchedule:
@@ -35,7 +35,7 @@ class OverlappedSchedule:
         self._parallel = parallel_state
         self._schedules = schedules
         self._step = step
-        self._layout = Layout(step)
+        self._layout = StepLayout(step)
         self._models = self._layout.models
         self._iterators = _list(step["data_iterator"])
         self._config = utils.get_model_config(self._models[0])

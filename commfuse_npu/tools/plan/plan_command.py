@@ -13,15 +13,15 @@ from commfuse_npu.plan import PlanError
 from commfuse_npu.plan.machines import described
 from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.config_file import ConfigError, find_config
-from commfuse_npu.tools.doctor.machine import LocalMachine, listed_npus
+from commfuse_npu.tools.doctor.local_machine import LocalMachine, listed_npus
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import Parser, new_file, refuse, write_output
-from commfuse_npu.tools.plan.folder import launch_scripts, plan_folder
-from commfuse_npu.tools.plan.launch import AskedLaunch, ask_about
+from commfuse_npu.tools.plan.asked_launch import AskedLaunch, ask_about
 from commfuse_npu.tools.plan.launch_plan import LaunchPlan, plan_launch
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
+from commfuse_npu.tools.plan.plan_folder import launch_scripts, plan_folder
 from commfuse_npu.tools.simulate.recommend import (
     Fixed,
     NoLayoutError,

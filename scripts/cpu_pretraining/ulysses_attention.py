@@ -2,8 +2,9 @@
 
 Megatron-core's own attention in plain torch refuses context parallelism, so this module wraps it.
 It has the attributes of MindSpeed's ``UlyssesContextAttention``, so the same wrapper
-(``mindspeed_patches.ulysses``) fuses either.  It exchanges q, k, v and the output one by one, and
-repeats key heads as MindSpeed does.  It shares no code with the fused form, whose reference it is.
+(``mindspeed_patches.ulysses_wrappers``) fuses either.  It exchanges q, k, v and the output one by
+one, and repeats key heads as MindSpeed does.  It shares no code with the fused form, whose
+reference it is.
 """
 
 import copy

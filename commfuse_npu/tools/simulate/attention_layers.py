@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate.group import collective_seconds
-from commfuse_npu.tools.simulate.launches import Links
+from commfuse_npu.tools.simulate.operations import Links
 from commfuse_npu.tools.simulate.rank import EVENTS, RING, Rank
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from commfuse_npu.launch.options import DEFAULTS, add_arguments, schedule_for, u
 from commfuse_npu.plan import Schedule, default_chunks
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.launch_script.command_line import Launch
-from commfuse_npu.tools.launch_script.launch import read_launch
-from commfuse_npu.tools.launch_script.options import Options
+from commfuse_npu.tools.launch_script.option_words import Options
+from commfuse_npu.tools.launch_script.read_launch import read_launch
 from commfuse_npu.tools.model_config import ModelConfig, known_options
-from commfuse_npu.tools.simulate.attention import Latent
+from commfuse_npu.tools.simulate.attention_layers import Latent
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.lora import Lora
 from commfuse_npu.tools.simulate.training import Kind, Training, layer_shape
