@@ -149,6 +149,17 @@ def test_only_the_blocks_after_the_last_reader_are_unread() -> None:
     assert readers.unread(total) == 2
 
 
+def test_a_product_after_a_block_is_none_of_the_block() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    weight = torch.randn(4, 4, requires_grad=True)
+    with Readers() as readers:
+        with readers.follow_products():
+            y = Product.apply(x, weight)
+        other = functional.silu(torch.matmul(x, weight))
+        total = y + other
+    assert readers.unread(total) == 1
+
+
 def test_the_objects_of_a_process_are_searched_once_per_run() -> None:
     """There may be millions."""
     with mock.patch.object(gc, "get_referrers", wraps=gc.get_referrers) as search:

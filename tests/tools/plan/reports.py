@@ -40,6 +40,8 @@ def assert_consistent(report: dict[str, Any]) -> None:
     if best is now:
         assert report["verdict"].startswith("Nothing to change.")
         assert not now["fits"] or not now["seconds"] or 0.99 * typical(now) <= fastest
+        faster = [f["name"] for f in timed if f is not now and typical(f) < typical(reference)]
+        assert all(name[1:] in report["verdict"] for name in faster), faster
         return
     fewer = [f for f in fitting if f["flags"] and {*f["flags"].split()} < {*best["flags"].split()}]
     assert all(typical(best) <= 0.99 * typical(form) for form in fewer)
