@@ -73,7 +73,7 @@ def test_a_signal_as_ranks_start_leaves_no_folder(monkeypatch, tmp_path: Path) -
 
     def mkdir(*args: Any, **named: Any) -> None:
         made(*args, **named)
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("os.mkdir", mkdir)
