@@ -121,7 +121,10 @@ def _vocabulary(options: Options, words: Sequence[str]) -> tuple[int, str]:
             # Models of all families have a Llama2Tokenizer.
             if re.search(f"{family}(?!tokenizer)", plain):
                 return size, f"vocabulary {size:,}, that of {family}"
-    note = f"no --vocab-size: simulated with {_ASSUMED_VOCABULARY} tokens"
+    note = (
+        f"no --vocab-size: simulated with {_ASSUMED_VOCABULARY:,} tokens; for its own add "
+        "--padded-vocab-size N to a copy of the launch"
+    )
     return _ASSUMED_VOCABULARY, note
 
 

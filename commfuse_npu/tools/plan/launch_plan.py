@@ -21,13 +21,14 @@ from commfuse_npu.tools.plan.obstacles import Judged, obstacles
 from commfuse_npu.tools.simulate.footprint import limit
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.timed import LITTLE, Range, has_more
+from commfuse_npu.tools.simulate.variants import LEGEND
 from commfuse_npu.tools.terminal import table_row
 
 _MORE_MEMORY = 1.1
 _LEGEND = (
     "Simulated, not measured: a step at typical figures of the machine, with the range over its "
     "uncertain figures; memory of the fullest rank, with communicators. Whether CoC and MC2 "
-    "support this launch is not checked."
+    f"support this launch is not checked. {LEGEND}"
 )
 
 

@@ -13,6 +13,7 @@ from commfuse_npu.tools.launch_script import NoTrainingError, UsageError
 from commfuse_npu.tools.option_types import write_output
 from commfuse_npu.tools.plan.launch_plan import LaunchPlan
 from commfuse_npu.tools.simulate.footprint import limit
+from commfuse_npu.tools.simulate.variants import LEGEND
 from commfuse_npu.tools.terminal import table_head, table_row, tell
 
 _HEAD = (
@@ -27,7 +28,7 @@ _HEAD = (
 _LEGEND = (
     "Simulated, not measured: a step at typical figures (ranges over uncertain ones), and the "
     "memory of the fullest rank in the best form. `commfuse-npu plan SCRIPT` has all forms of one "
-    "launch."
+    f"launch. {LEGEND}"
 )
 
 

@@ -16,7 +16,7 @@ from commfuse_npu.tools.hardware.description import Choice, Hardware
 from commfuse_npu.tools.simulate.footprint import USABLE, Footprint, footprint, limit
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.training import Training
-from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, REFERENCE, Variant
+from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, LEGEND, MEGATRON, REFERENCE, Variant
 from commfuse_npu.tools.terminal import table_row
 
 _ENDS: tuple[Choice, Choice] = "favorable", "unfavorable"
@@ -236,7 +236,7 @@ def show(rows: Sequence[Timed], hardware: Hardware, model: str, launch: str) -> 
         "",
         f"{title} of {hardware.name}. Simulated, not measured. {hardware.assumed} of "
         f"{hardware.path.name} have no public source at all; ranges are over its uncertainty. "
-        "Less time: than the reference. Tokens/s: per NPU.",
+        f"Less time: than the reference. Tokens/s: per NPU. {LEGEND}",
         "",
         table(rows),
         sep="\n",

@@ -128,6 +128,11 @@ OVERLAP_MEMORY = replace(
 FORMS = (MEGATRON, OVERLAP, OVERLAP_MEMORY, *COC, COC_FUSED, MC2)
 """The forms besides fused layers that can be launched.  Of a launch with the flags of several, the
 last one is what runs."""
+LEGEND = (
+    "Overlap (`--commfuse-overlap`): passes of several micro-batches take turns at transfers. "
+    "Fused layers (`--use-commfuse`): transfers of chunks beside GEMMs. CoC, MC2: MindSpeed's."
+)
+"""What the names of the forms stand for, below every table."""
 FUSED = "fused layers"
 BOTH = f"overlap and {FUSED}"
 

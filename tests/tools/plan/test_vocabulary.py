@@ -21,7 +21,8 @@ from tests.tools.plan.launches import MODEL
         ("gpt", "--tokenizer-type GPT2BPETokenizer", 50257,
          "vocabulary 50,257, that of gpt2bpetokenizer"),
         ("x", "--tokenizer-type Llama2Tokenizer", 32000,
-         "no --vocab-size: simulated with 32000 tokens"),
+         "no --vocab-size: simulated with 32,000 tokens; for its own add --padded-vocab-size N to "
+         "a copy of the launch"),
         ("llama3", "--padded-vocab-size 1024", 1024, ""),
     ],
 )  # fmt: skip
