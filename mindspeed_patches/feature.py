@@ -22,7 +22,6 @@ from commfuse_npu.launch.options import (
     OPTIONS,
     OVERLAP_OPTIONS,
     add_arguments,
-    given_options,
 )
 from commfuse_npu.launch.refusals import (
     BESIDE,
@@ -31,7 +30,7 @@ from commfuse_npu.launch.refusals import (
     check_compatible,
 )
 from mindspeed_patches.fb_overlap.overlapping import Overlapping
-from mindspeed_patches.training_options import LaunchSizes, check_options, register_wrappers
+from mindspeed_patches.training_options import LaunchSettings, register_wrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
 _FUSED = "--use-commfuse"
@@ -72,7 +71,7 @@ class CommFuseFeature:
     def register_patches(self, patch_manager: Any, args: argparse.Namespace) -> None:
         """Wrap the layers, the set-up of process groups, the creation of the model, the schedule.
 
-        Raises what :func:`~.training_options.check_options` raises.
+        Raises what :meth:`.LaunchSettings.check` raises.
         """
         flags = _flags(args)
         if _FUSED in flags:
@@ -93,11 +92,12 @@ class CommFuseFeature:
             self.overlapping.register(patch_manager)
 
     def _fuse(self, patch_manager: Any, args: argparse.Namespace) -> None:
-        check_options(args)
+        settings = LaunchSettings(args)
+        settings.check()
         engine = getattr(args, "transformer_impl", "transformer_engine") == "transformer_engine"
         self.wrappers, users, report = register_wrappers(
             patch_manager,
-            args,
+            settings,
             norm_column=_norm_column() if engine else None,
         )
         for user in users:
@@ -108,10 +108,10 @@ class CommFuseFeature:
 
     def validate_args(self, args: argparse.Namespace) -> None:
         """Check the final arguments; MindSpeed calls this for every feature, enabled or not."""
-        check_options(args, complete=True)
+        settings = LaunchSettings(args)
+        settings.check(complete=True)
         flags = _flags(args)
-        elsewhere = given_options(args).commfuse_ulysses or given_options(args).commfuse_dp
-        if _FUSED in flags and LaunchSizes(args).tensor == 1 and not elsewhere:
+        if _FUSED in flags and settings.tensor == 1 and not settings.elsewhere:
             raise IncompatibleOptionsError(
                 "--use-commfuse needs --tensor-model-parallel-size of at least 2: a group of one "
                 "transfers nothing; choose that, add --commfuse-dp with "

@@ -26,10 +26,11 @@ from mindspeed_patches.ulysses_wrappers import MINDSPEED_ULYSSES, UlyssesWrapper
 from mindspeed_patches.wrappers import LinearWrappers
 
 
-class LaunchSizes:
-    """Sizes of a launch.
+class LaunchSettings:
+    """CommFuse's options and the sizes of a launch, built once from its arguments and handed down.
 
     Attributes:
+        options: CommFuse's, with the defaults of those that are not given.
         tensor, context, pipeline: of the parallel dimensions.
         data: number of ranks that share parameters, context-parallel ranks included.
         rows: of a block in tensor-parallel layers (:func:`~commfuse_npu.plan.block_rows`);
@@ -39,6 +40,7 @@ class LaunchSizes:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
+        self.options = given_options(args)
         self.tensor = self._number("tensor_model_parallel_size") or 1
         self.context = self._number("context_parallel_size") or 1
         self.pipeline = self._number("pipeline_model_parallel_size") or 1
@@ -63,7 +65,7 @@ class LaunchSizes:
             size, stride: ranks of the group, and the distance between their global ranks.
         """
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", size * stride))
-        return schedule_for(given_options(self._args), size, processes, stride, **usual)
+        return schedule_for(self.options, size, processes, stride, **usual)
 
     def buffer_megabytes(self, group: str) -> int | None:
         """Megabytes of the HCCL buffer with which a lane carries its longest message at once.
@@ -97,79 +99,78 @@ class LaunchSizes:
         blocks = self.schedule(self.tensor, linear=True).blocks_at_once(self.tensor)
         return lane_megabytes(blocks * self.rows * self.hidden * item)
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether something is fused besides tensor-parallel layers."""
+        return bool(self.options.commfuse_ulysses or self.options.commfuse_dp)
 
-def check_options(args: argparse.Namespace, *, complete: bool = False) -> None:
-    """Check the options of CommFuse and those that exclude them, as far as ``args`` has them.
+    def check(self, *, complete: bool = False) -> None:
+        """Check the options of CommFuse and those that exclude them, as far as they are known.
 
-    Args:
-        complete: ``args`` are the final arguments, so required options must be present.
+        Args:
+            complete: the arguments are the final ones, so required options must be present.
 
-    Raises:
-        IncompatibleOptionsError: another option excludes them, or a required one is missing.
-        ValueError: values contradict each other.
-    """
-    options = given_options(args)
-    asked = [name for name in ("attention", "ulysses", "dp") if vars(options)[f"commfuse_{name}"]]
-    if not options.use_commfuse:
-        for name in asked:
-            raise IncompatibleOptionsError(
-                f"--commfuse-{name} needs --use-commfuse, which switches CommFuse on; add it, or "
-                f"leave --commfuse-{name} out"
+        Raises:
+            IncompatibleOptionsError: another option excludes them, or a required one is missing.
+            ValueError: values contradict each other.
+        """
+        options = self.options
+        named = ("attention", "ulysses", "dp")
+        asked = [name for name in named if vars(options)[f"commfuse_{name}"]]
+        if not options.use_commfuse:
+            for name in asked:
+                raise IncompatibleOptionsError(
+                    f"--commfuse-{name} needs --use-commfuse, which switches CommFuse on; add it, "
+                    f"or leave --commfuse-{name} out"
+                )
+            return
+        check_compatible(self._args)
+        if options.commfuse_attention and "proj" not in options.commfuse_layers:
+            raise ValueError(
+                f"--commfuse-attention needs proj among --commfuse-layers "
+                f"{','.join(options.commfuse_layers)}: it is fused with the output projection; add "
+                "it"
             )
-        return
-    check_compatible(args)
-    if options.commfuse_attention and "proj" not in options.commfuse_layers:
-        raise ValueError(
-            f"--commfuse-attention needs proj among --commfuse-layers "
-            f"{','.join(options.commfuse_layers)}: it is fused with the output projection; add it"
+        if options.commfuse_tuning == "on" and options.commfuse_chunks is not None:
+            raise ValueError(
+                "--commfuse-tuning on chooses the number of chunks itself, and --commfuse-chunks "
+                f"{options.commfuse_chunks} sets it; leave one or the other out"
+            )
+        self.of_linear_layers()  # checks the schedule
+        for name in asked:
+            check_compatible(self._args, f"--commfuse-{name}")
+            if complete and (lacks := missing(f"--commfuse-{name}", self._args)):
+                raise IncompatibleOptionsError(lacks)
+
+    def of_linear_layers(self) -> LinearOptions:
+        """The options of the tensor-parallel linear layers."""
+        tuned = self.options.commfuse_tuning == "on"
+        chunks = 1
+        if self.rows is not None and not tuned:
+            chunks = default_chunks(self.tensor, self.rows, self.hidden)
+        return LinearOptions(
+            schedule=self.schedule(self.tensor, chunks=chunks, linear=True),
+            reduce_dtype=_dtype(self.options.commfuse_reduce_dtype),
+            tuning=Tuning(str(default_folder())) if tuned else None,
         )
-    if options.commfuse_tuning == "on" and options.commfuse_chunks is not None:
-        raise ValueError(
-            "--commfuse-tuning on chooses the number of chunks itself, and --commfuse-chunks "
-            f"{options.commfuse_chunks} sets it; leave one or the other out"
-        )
-    linear_options(args)  # checks the schedule
-    for name in asked:
-        check_compatible(args, f"--commfuse-{name}")
-        if complete and (lacks := missing(f"--commfuse-{name}", args)):
-            raise IncompatibleOptionsError(lacks)
 
+    def of_ulysses(self) -> LinearOptions:
+        """The options of attention under Ulysses context parallelism and of its projections."""
+        return LinearOptions(self.schedule(self.context, self.tensor))
 
-def linear_options(args: argparse.Namespace) -> LinearOptions:
-    """The options of the tensor-parallel linear layers."""
-    options = given_options(args)
-    sizes = LaunchSizes(args)
-    tuned = options.commfuse_tuning == "on"
-    chunks = 1
-    if sizes.rows is not None and not tuned:
-        chunks = default_chunks(sizes.tensor, sizes.rows, sizes.hidden)
-    return LinearOptions(
-        schedule=sizes.schedule(sizes.tensor, chunks=chunks, linear=True),
-        reduce_dtype=_dtype(options.commfuse_reduce_dtype),
-        tuning=Tuning(str(default_folder())) if tuned else None,
-    )
-
-
-def ulysses_options(args: argparse.Namespace) -> LinearOptions:
-    """The options of attention under Ulysses context parallelism and of its projections."""
-    sizes = LaunchSizes(args)
-    return LinearOptions(sizes.schedule(sizes.context, sizes.tensor))
-
-
-def bucket_options(args: argparse.Namespace) -> LinearOptions:
-    """The options of the distributed optimizer's buckets."""
-    sizes = LaunchSizes(args)
-    # Megatron orders ranks with pipeline stages last, or before data parallelism.
-    stages_first = getattr(args, "use_tp_pp_dp_mapping", None)
-    stride = sizes.tensor * (sizes.pipeline if stages_first else 1)
-    schedule = sizes.schedule(sizes.data, stride, lanes=DATA_PARALLEL_LANES)
-    reduce_dtype = _dtype(given_options(args).commfuse_dp_reduce_dtype)
-    return LinearOptions(schedule, reduce_dtype=reduce_dtype)
+    def of_buckets(self) -> LinearOptions:
+        """The options of the distributed optimizer's buckets."""
+        # Megatron orders ranks with pipeline stages last, or before data parallelism.
+        stages_first = getattr(self._args, "use_tp_pp_dp_mapping", None)
+        stride = self.tensor * (self.pipeline if stages_first else 1)
+        schedule = self.schedule(self.data, stride, lanes=DATA_PARALLEL_LANES)
+        reduce_dtype = _dtype(self.options.commfuse_dp_reduce_dtype)
+        return LinearOptions(schedule, reduce_dtype=reduce_dtype)
 
 
 def register_wrappers(
     manager: Any,
-    args: argparse.Namespace,
+    settings: LaunchSettings,
     *,
     norm_column: str | None = None,
     ulysses_attention: str = MINDSPEED_ULYSSES,
@@ -177,7 +178,7 @@ def register_wrappers(
     """Register with MindSpeed's patch manager, or with our stand-in.
 
     Args:
-        args: with options that :func:`check_options` accepts.
+        settings: with options that :meth:`LaunchSettings.check` accepts.
         norm_column: dotted path of MindSpeed's column-parallel layer with norm, if it is used.
         ulysses_attention: dotted path of the class whose forward exchanges heads.
 
@@ -185,32 +186,30 @@ def register_wrappers(
         The linear wrappers, which count all calls; the wrappers whose lanes are to be created once
         Megatron's groups exist; the report to print when the model is built.
     """
-    options = given_options(args)
-    sizes = LaunchSizes(args)
+    options = settings.options
     wrappers = LinearWrappers(
-        linear_options(args),
+        settings.of_linear_layers(),
         options.commfuse_layers,
         limited=keeps_short_blocks(options),
-        rows=sizes.rows,
-        hidden=sizes.hidden,
+        rows=settings.rows,
+        hidden=settings.hidden,
     )
     users: list[LaneUser] = []
-    elsewhere = options.commfuse_ulysses or options.commfuse_dp
-    if sizes.tensor > 1 or not elsewhere:
+    if settings.tensor > 1 or not settings.elsewhere:
         wrappers.register(manager, norm_column=norm_column, attention=options.commfuse_attention)
         users.append(wrappers)
     if options.commfuse_ulysses:
-        ulysses = UlyssesWrappers(wrappers, ulysses_options(args))
+        ulysses = UlyssesWrappers(wrappers, settings.of_ulysses())
         ulysses.register(manager, ulysses_attention)
         users.append(ulysses)
     buckets = None
     if options.commfuse_dp:
-        buckets = BucketWrappers(wrappers, bucket_options(args))
+        buckets = BucketWrappers(wrappers, settings.of_buckets())
         buckets.register(manager)
         users += buckets.users.values()
     for user in users:
         user.order_log = options.commfuse_order_log
-        user.buffer_megabytes = sizes.buffer_megabytes(user.group.name)
+        user.buffer_megabytes = settings.buffer_megabytes(user.group.name)
     report = StartReport(
         wrappers,
         attention=options.commfuse_attention,

@@ -15,7 +15,7 @@ from commfuse_npu.launch.refusals import IncompatibleOptionsError
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig, indivisible, problems
 from commfuse_npu.tools.option_types import Parser, positive
-from mindspeed_patches.training_options import check_options
+from mindspeed_patches.training_options import LaunchSettings
 
 from .compare import forms
 
@@ -103,7 +103,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.recompute_method = "uniform"
         args.recompute_num_layers = 1
     try:
-        check_options(args, complete=True)
+        LaunchSettings(args).check(complete=True)
     except (IncompatibleOptionsError, ValueError) as error:
         raise UsageError(str(error)) from error
     for why in (*_not_divisible(args), *_contradictions(args)):

@@ -21,7 +21,7 @@ from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.fb_overlap.pass_states import random_states
 from mindspeed_patches.start_report import StartReport
 from mindspeed_patches.state_hashes import hash_over_ranks
-from mindspeed_patches.training_options import linear_options, register_wrappers
+from mindspeed_patches.training_options import LaunchSettings, register_wrappers
 
 from .compare import TrainingOutcome
 from .data import Corpus
@@ -95,7 +95,9 @@ def fused_layers(
     """
     manager = PatchManager()
     exchange = f"{UlyssesAttention.__module__}.UlyssesAttention"
-    wrappers, users, report = register_wrappers(manager, args, ulysses_attention=exchange)
+    wrappers, users, report = register_wrappers(
+        manager, LaunchSettings(args), ulysses_attention=exchange
+    )
     with ExitStack() as undone:
         for user in users:
             user.open(args.distributed_timeout_minutes)
@@ -175,7 +177,7 @@ class CpuTraining:
         self.outcome.layers = ["tensor-parallel linear layers: Megatron's own"]
         if self._wrappers is not None:
             plain = self.form == "plain"
-            plan = linear_options(self.args).schedule
+            plan = LaunchSettings(self.args).of_linear_layers().schedule
             self.outcome.layers = [f"tensor-parallel linear layers: {self.form}, plan: {plan}"]
             calls = self._wrappers.describe("by collectives" if plain else "fused")
             self.outcome.layers += [f"  {line}" for line in calls]

@@ -14,7 +14,7 @@ from commfuse_npu.launch.refusals import IncompatibleOptionsError
 from mindspeed_patches.fb_overlap import Overlapping
 from mindspeed_patches.feature import CommFuseFeature
 from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.training_options import register_wrappers
+from mindspeed_patches.training_options import LaunchSettings, register_wrappers
 from tests.patches.launches import (
     DATA_PARALLEL,
     ULYSSES,
@@ -112,7 +112,7 @@ SIZES = {"seq_length": 8192, "micro_batch_size": 1, "hidden_size": 4096, "bf16":
 
 def test_the_lanes_know_their_buffers_and_where_to_record() -> None:
     args = early("--commfuse-order-log", "a folder", **SIZES)
-    _, (lanes,), _ = register_wrappers(PatchManager(), args)
+    _, (lanes,), _ = register_wrappers(PatchManager(), LaunchSettings(args))
     assert (lanes.buffer_megabytes, lanes.order_log) == (32, "a folder")
 
 

@@ -11,7 +11,7 @@ from commfuse_npu.ops import LinearOptions
 from commfuse_npu.plan import Schedule, default_shape
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.training_options import register_wrappers
+from mindspeed_patches.training_options import LaunchSettings, register_wrappers
 from mindspeed_patches.wrappers import LinearWrappers
 from tests.patches.launches import real_arguments
 
@@ -36,7 +36,7 @@ def opened(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
         usual = {"seq_length": 512, "micro_batch_size": 1, "hidden_size": 4096}
         args = real_arguments(*options.split(), tensor_model_parallel_size=tp, **usual | sizes)
-        wrappers, _, _ = register_wrappers(PatchManager(), args)
+        wrappers, _, _ = register_wrappers(PatchManager(), LaunchSettings(args))
         device_type = "npu" if name else "cpu"
         lanes = MagicMock(spec=Transport, size=tp, device_type=device_type, group=None)
         wrappers.transport = lanes

@@ -12,14 +12,7 @@ from commfuse_npu import Schedule
 from commfuse_npu.launch.options import LAYERS
 from commfuse_npu.ops import LinearOptions
 from mindspeed_patches.patching import PatchManager
-from mindspeed_patches.training_options import (
-    LaunchSizes,
-    bucket_options,
-    check_options,
-    linear_options,
-    register_wrappers,
-    ulysses_options,
-)
+from mindspeed_patches.training_options import LaunchSettings, register_wrappers
 from tests.patches.launches import DATA_PARALLEL, ULYSSES, early, real_arguments, registered
 
 TP8 = {"tensor_model_parallel_size": 8, "micro_batch_size": 1}
@@ -86,12 +79,13 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
 def test_what_options_ask_for(monkeypatch, options, others, local, expected, parsed: Any) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     args = parsed(*options.split(), **others)
-    check_options(args)
+    settings = LaunchSettings(args)
+    settings.check()
     chosen = SimpleNamespace(
-        linear=linear_options(args),
-        ulysses=ulysses_options(args),
-        data_parallel=bucket_options(args),
-        wrappers=register_wrappers(PatchManager(), args)[0],
+        linear=settings.of_linear_layers(),
+        ulysses=settings.of_ulysses(),
+        data_parallel=settings.of_buckets(),
+        wrappers=register_wrappers(PatchManager(), settings)[0],
     )
     assert {name: attrgetter(name)(chosen) for name in expected} == expected
 
@@ -101,9 +95,9 @@ def test_what_the_environment_says(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    args = early("--commfuse-dp", "--commfuse-tuning", "on", **DATA_PARALLEL)
-    assert bucket_options(args) == buckets("shifted", 2)
-    tuning = linear_options(args).tuning
+    settings = LaunchSettings(early("--commfuse-dp", "--commfuse-tuning", "on", **DATA_PARALLEL))
+    assert settings.of_buckets() == buckets("shifted", 2)
+    tuning = settings.of_linear_layers().tuning
     assert tuning is not None
     assert tuning.folder == "/somewhere/commfuse_npu"
 
@@ -153,5 +147,5 @@ OVERLAPPED = {"overlap_grad_reduce": True}
 )
 def test_lanes_are_sized_to_their_messages(monkeypatch, group, change, megabytes) -> None:
     monkeypatch.setenv("WORLD_SIZE", "64")
-    sizes = LaunchSizes(argparse.Namespace(**{**LLAMA3_8B, **change}))
+    sizes = LaunchSettings(argparse.Namespace(**{**LLAMA3_8B, **change}))
     assert sizes.buffer_megabytes(group) == megabytes
