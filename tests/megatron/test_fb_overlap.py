@@ -163,6 +163,25 @@ def test_steps_that_exclude_pairs_are_named(one_rank: None) -> None:
             assert str(alone(step, layout, config)).startswith(f"{name}: neighbors exchange")
 
 
+@pytest.mark.parametrize(
+    ("sharding", "experts", "joined"),
+    [({}, None, False), ({}, 8, True), ({"overlap_grad_reduce": True}, None, True),
+     ({"overlap_param_gather": True}, None, True)],
+)  # fmt: skip
+def test_replicas_are_joined_by_buckets_or_experts(
+    one_rank: None, sharding: dict[str, bool], experts: int | None, joined: bool
+) -> None:
+    """Either has collectives among all ranks of a stage while passes run."""
+    world = torch.distributed.group.WORLD
+    model: Any = torch.nn.Linear(1, 1)
+    none = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    model.ddp_config = SimpleNamespace(**none | sharding)
+    model.config = SimpleNamespace(num_moe_experts=experts)
+    groups = SimpleNamespace(tp=world, cp=world, tp_dp_cp=world)
+    step = {"model": model, "pg_collection": groups}
+    assert (StepLayout(step).joined_replicas() is world) == joined
+
+
 def of_pipelines(rank: int, chunks: int, microbatches: int) -> str | None:
     """The obstacle of a pipeline of two stages, if any."""
     from megatron.core.pipeline_parallel import schedules
