@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types and tests. Sets up .venv by itself.
 #
-#   bash scripts/test.sh                       before every commit: 5 to 10 minutes on 2 cores
+#   bash scripts/test.sh                       before every commit: about 4 minutes on 2 quiet cores
 #   bash scripts/test.sh --all                 everything, overnight
 #   bash scripts/test.sh tests/plan -k chunks  arguments are passed to pytest
 set -eu
