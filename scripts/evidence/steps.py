@@ -157,7 +157,7 @@ def report(steps: Sequence[Measured], left_out: Sequence[str], hardware: Hardwar
     """Tables of every launch and of the errors of each half, and what is not simulated."""
     machine = hardware.machine()
     of_fit = fitted(steps)
-    free = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
+    free = machine.launching_for_free
     head = ("launch", "TP PP CP EP", "form", "limit", "ms", "simulated", "off", "MiB",
             "simulated", "off", "half")  # fmt: skip
     lines = [table_head(head)]

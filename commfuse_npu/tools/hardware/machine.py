@@ -10,7 +10,7 @@ attention, and if the number of cores is unknown, ``m`` rows have the efficiency
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 __all__ = [
@@ -81,6 +81,11 @@ class Machine:
     coc_fused_efficiency: float = 1.0
     ordered_sums: float = 0.0
     expert_launches: float = 36.0
+
+    @property
+    def launching_for_free(self) -> Machine:
+        """The machine with a host that takes no time for launches, posts and events."""
+        return replace(self, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
 
     def gemm(self, rows: float, inner: float, outer: float, *, start: bool = True) -> float:
         """Seconds of ``[rows, inner] @ [inner, outer]``; 0 without rows.

@@ -256,8 +256,7 @@ def _no_gain(
         rows = launch.config.block_rows
         short = f"blocks of {rows:,} rows are shorter than the {against.least:,} worth fusing"
         return short if rows < against.least else "its operators do not take these sizes"
-    free = replace(hardware.machine(), launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
-    step = TrainingStep(free, row.training)
+    step = TrainingStep(hardware.machine().launching_for_free, row.training)
     less = 1 - step.time(row.form) / step.time(megatron.form)
     if less <= 0:
         return "nothing is left to hide"

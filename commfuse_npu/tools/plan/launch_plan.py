@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from commfuse_npu.plan import PlanError
@@ -20,11 +21,12 @@ from commfuse_npu.tools.plan.forms import Form, forms_of, simulate_forms
 from commfuse_npu.tools.plan.obstacles import Judged, obstacles
 from commfuse_npu.tools.simulate.footprint import limit
 from commfuse_npu.tools.simulate.step import TrainingStep
-from commfuse_npu.tools.simulate.timed import LITTLE, Range, has_more
+from commfuse_npu.tools.simulate.timed import Range, has_more
 from commfuse_npu.tools.simulate.variants import LEGEND
 from commfuse_npu.tools.terminal import table_row
 
 _MORE_MEMORY = 1.1
+"""Of the present form's, if no form fits: the estimate may be too high for all."""
 _LEGEND = (
     "Simulated, not measured: a step at typical figures of the machine, with the range over its "
     "uncertain figures; memory of the fullest rank, with communicators. Whether CoC and MC2 "
@@ -55,6 +57,11 @@ class LaunchPlan:
     layers: tuple[Judged, ...]
 
     @property
+    def usable(self) -> float:
+        """GiB of an NPU for a training."""
+        return limit(self.hardware) / 2**30
+
+    @property
     def now(self) -> Form:
         """What the launch runs now."""
         return next(form for form in self.forms if form.used)
@@ -64,7 +71,7 @@ class LaunchPlan:
         """The form that others are compared with: the present one, if it is simulated."""
         return self.now if self.now.timed else next(form for form in self.forms if not form.flags)
 
-    @property
+    @cached_property
     def best(self) -> Form:
         """The form to run the launch in.
 
@@ -75,15 +82,18 @@ class LaunchPlan:
         them.
         """
         possible = [form for form in self.forms if not form.obstacle]
-        timed = [form for form in possible if form.timed]
+        timed = [(form, form.timed) for form in possible if form.timed]
         most = _MORE_MEMORY * (self.reference.gibibytes or 0.0)
-        timed = [form for form in timed if form.fits] or [
-            form for form in timed if (form.gibibytes or 0.0) <= most
+        timed = [pair for pair in timed if pair[0].fits] or [
+            pair for pair in timed if (pair[0].gibibytes or 0.0) <= most
         ]
-        for form in timed:
-            others = [o for o in timed if o.flags and has_more(form.flags, o.flags)]
-            others += [self.reference] if self.reference in timed else []
-            if form is self.now or all(_saves(form, other) for other in others):
+        for form, step in timed:
+            others = (
+                other_step
+                for other, other_step in timed
+                if other is self.reference or (other.flags and has_more(form.flags, other.flags))
+            )
+            if form is self.now or all(map(step.saves, others)):
                 return form
         if timed:
             return self.now
@@ -132,13 +142,12 @@ class LaunchPlan:
     def _memory(self) -> Iterator[str]:
         """A sentence if the best form does not fit, so that no form does."""
         if not self.best.fits:
-            usable = limit(self.hardware) / 2**30
             yield (
                 f"By this estimate no form fits: it needs {self.best.gibibytes:.1f} GiB, and "
-                f"{usable:.1f} GiB of an NPU are usable."
+                f"{self.usable:.1f} GiB of an NPU are usable."
             )
 
-    @property
+    @cached_property
     def step(self) -> str:
         """What a step of the reference consists of, and its speed; empty if it is not simulated."""
         timed = self.reference.timed
@@ -154,10 +163,8 @@ class LaunchPlan:
         ]
         words += [f"bubble {_share(parts.bubble, timed.typical)}"] if parts.bubble else []
         words += [f"waiting for the host {_share(parts.host, timed.typical)}"]
-        training = timed.training
-        npus = training.layout.npus
-        tokens = training.tokens / timed.typical / npus
-        flops = training.flops / timed.typical / npus
+        tokens = timed.per_npu(timed.training.tokens)
+        flops = timed.per_npu(timed.training.flops)
         return (
             f"A step in {self.reference.name}: {', '.join(words)}; {tokens:,.0f} tokens/s and "
             f"{flops / 1e12:,.0f} TFLOP/s per NPU."
@@ -165,11 +172,8 @@ class LaunchPlan:
 
     def __str__(self) -> str:
         total = self.hardware.typical("npu.hbm_bytes") / 2**30
-        usable = limit(self.hardware) / 2**30
-        lines = [
-            f"{self.name}: {self.layout}, on {self.hardware.name}; {usable:.1f} of {total:.0f} GiB "
-            "of an NPU are usable"
-        ]
+        memory = f"{self.usable:.1f} of {total:.0f} GiB of an NPU are usable"
+        lines = [f"{self.name}: {self.layout}, on {self.hardware.name}; {memory}"]
         lines += [f"error: {problem}" for problem in self.problems]
         lines += [f"Note: {note}." for note in self.notes]
         than = "now" if self.reference.used else self.reference.name
@@ -216,12 +220,6 @@ class LaunchPlan:
 
 def _share(seconds: float, of: float) -> str:
     return f"{100 * seconds / of:.1f} %"
-
-
-def _saves(form: Form, other: Form) -> bool:
-    """Whether a form saves enough beside another one."""
-    less = form.less_time(other)
-    return less is not None and less.typical >= LITTLE
 
 
 def _layout(launch: AskedLaunch) -> str:

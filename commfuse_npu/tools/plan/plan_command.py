@@ -3,8 +3,8 @@
 import argparse
 import os
 import re
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from textwrap import wrap
 
@@ -147,27 +147,42 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         words = ["bash", path, *words]
     tell(f"reading what {path or 'the command'} starts")
     launch = ask_about(config, words, os.environ, arguments.nproc_per_node)
-    plan = plan_launch(launch, _hardware(arguments, launch, words))
+    plan = plan_launch(launch, _machine_chooser(arguments)(launch, words))
     print(plan.verdict, "", plan, sep="\n")
-    figures = partial(write_json, content=plan.as_json(), indent=1)
+
+    def figures(path: Path) -> None:
+        write_json(path, plan.as_json(), indent=1)
+
     write_output(arguments.json, ": all figures", figures)
     return int(bool(plan.problems))
 
 
-def _hardware(arguments: argparse.Namespace, launch: AskedLaunch, words: Sequence[str]) -> Hardware:
-    """The machine that was asked for, else that of the NPUs here, else that of the launch."""
+def _machine_chooser(
+    arguments: argparse.Namespace,
+) -> Callable[[AskedLaunch, Sequence[str]], Hardware]:
+    """What chooses the machine of a launch: the one that was asked for, else that of the NPUs here,
+    else that of the launch.  The NPUs are listed once, and each description is read once."""
     descriptions = {described(name) for name, _ in listed_npus(LocalMachine.this())} - {None}
-    # A server of an A3 has 16 NPUs, one of an A2 has 8.
-    a3 = launch.config.npus_per_node == 16 or any(map(_SAYS_A3.search, words))
     default = descriptions.pop() if len(descriptions) == 1 else None
-    chosen = arguments.hardware or default or (_A3 if a3 else _HARDWARE)
-    return Hardware.load(find_config(chosen, "hardware"))
+
+    @cache
+    def load(name: str) -> Hardware:
+        return Hardware.load(find_config(name, "hardware"))
+
+    def choose(launch: AskedLaunch, words: Sequence[str]) -> Hardware:
+        # A server of an A3 has 16 NPUs, one of an A2 has 8.
+        a3 = launch.config.npus_per_node == 16 or any(map(_SAYS_A3.search, words))
+        return load(arguments.hardware or default or (_A3 if a3 else _HARDWARE))
+
+    return choose
 
 
 def _folder(arguments: argparse.Namespace, folder: Path, scripts: Sequence[Path]) -> int:
+    choose = _machine_chooser(arguments)
+
     def plan(words: Sequence[str]) -> LaunchPlan:
         launch = ask_about(None, words, os.environ, arguments.nproc_per_node)
-        return plan_launch(launch, _hardware(arguments, launch, words))
+        return plan_launch(launch, choose(launch, words))
 
     return plan_folder(folder, scripts, plan, arguments.json)
 

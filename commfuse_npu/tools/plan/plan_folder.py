@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 from commfuse_npu.plan import PlanError
@@ -12,7 +11,6 @@ from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.launch_script import NoTrainingError, UsageError
 from commfuse_npu.tools.option_types import write_output
 from commfuse_npu.tools.plan.launch_plan import LaunchPlan
-from commfuse_npu.tools.simulate.footprint import limit
 from commfuse_npu.tools.simulate.variants import LEGEND
 from commfuse_npu.tools.terminal import table_head, table_row, tell
 
@@ -66,11 +64,15 @@ def plan_folder(
             plans[name] = str(error)
     print(table_head(_HEAD, numbers=False), *_rows(plans), sep="\n")
     print(f"\n{len(plans)} launches; {others} other scripts start no training.\n\n{_LEGEND}")
-    content = {
-        name: {"error": found} if isinstance(found, str) else found.as_json()
-        for name, found in plans.items()
-    }
-    write_output(json, ": all figures", partial(write_json, content=content, indent=1))
+
+    def figures(path: Path) -> None:
+        content = {
+            name: {"error": found} if isinstance(found, str) else found.as_json()
+            for name, found in plans.items()
+        }
+        write_json(path, content, indent=1)
+
+    write_output(json, ": all figures", figures)
     return 0
 
 
@@ -82,7 +84,6 @@ def _rows(plans: dict[str, LaunchPlan | str]) -> Iterator[str]:
             continue
         best = found.best
         now = found.now.seconds
-        usable = limit(found.hardware) / 2**30
         changes = best is not found.now and not found.problems
         what = best.change if changes else found.verdict
         if changes and found.unsimulated:
@@ -92,7 +93,7 @@ def _rows(plans: dict[str, LaunchPlan | str]) -> Iterator[str]:
             "-" if now is None else f"{1e3 * now:,.0f}",
             best.name,
             "-" if found.saved is None or not changes else found.saved.percent,
-            "-" if best.timed is None else f"{best.gibibytes:.1f} of {usable:.1f}",
+            "-" if best.timed is None else f"{best.gibibytes:.1f} of {found.usable:.1f}",
             "A3" if "A3" in found.hardware.name else "A2",
             what,
         ))  # fmt: skip

@@ -7,7 +7,7 @@ Results are cached by all their inputs, so that layouts, stages and variants sha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import mul
 from typing import Any, NamedTuple
@@ -190,6 +190,6 @@ def _cost(machine: Machine, ranks: int, variant: Variant, *build: Any) -> _Cost:
     if not variant.tuned:
         # Launches are free, also of the transfers of other groups: the host's time is counted
         # separately.
-        figures = replace(machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
+        figures = machine.launching_for_free
     simulated = _simulate(figures, ranks, variant, *build)
     return simulated.device, simulated.host(machine)

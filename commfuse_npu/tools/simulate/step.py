@@ -80,7 +80,7 @@ class TrainingStep(Chunks):
         """
         if variant.alone is not None and self.time(variant.alone) <= self._seconds(variant):
             return self.breakdown(variant.alone)
-        free = replace(self.machine, launch_overhead=0.0, post_overhead=0.0, event_overhead=0.0)
+        free = self.machine.launching_for_free
         steps = [self]
         groups = "dp", "pp", "ep", "cp"
         for number in range(len(groups) + 1):

@@ -99,18 +99,25 @@ class Timed:
         pairs = zip(self.seconds, than.seconds, strict=True)
         return Range.of([1 - mine / other for mine, other in pairs])
 
+    def saves(self, than: Timed) -> bool:
+        """Whether that is at least :data:`LITTLE`."""
+        return self.typical <= (1 - LITTLE) * than.typical
+
+    def per_npu(self, number: float) -> float:
+        """A number of the whole step, per second and NPU."""
+        return number / self.typical / self.training.layout.npus
+
     def row(self, first: Timed, reference: Timed) -> dict[str, str]:
         """The cells of a table by column: the ``first`` is bold, the ``reference`` the one that
         others save time against."""
         mark = "**" if self is first else ""
-        tokens = self.training.tokens / self.training.layout.npus
         return {
             _LAYOUT: " ".join(self._sizes),
             "recompute": "full" if self.training.recomputes else "none",
             "form": f"{mark}{self.form.name}{mark}",
             "step": self.step,
             "less time": "reference" if self is reference else self.less_time(reference).percent,
-            "tokens/s": f"{tokens / self.typical:,.0f}",
+            "tokens/s": f"{self.per_npu(self.training.tokens):,.0f}",
             "GiB": f"{self.memory.total / 2**30:.1f}" + ("" if self.fits else ", too much"),
         }
 
@@ -157,7 +164,7 @@ def best(rows: Sequence[Timed]) -> Timed:
             if other.fits == row.fits and other.training.layout == row.training.layout
             if other.form.flags and has_more(str(row.form.flags), other.form.flags)
         )
-        return all(row.typical <= (1 - LITTLE) * other.typical for other in fewer)
+        return all(map(row.saves, fewer))
 
     return next(filter(worth, launched))
 
