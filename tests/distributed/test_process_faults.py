@@ -25,7 +25,8 @@ from scripts.cpu_pretraining.wire import connected_sockets
 from tests.distributed.programs import transport, watch_calls, watch_posts
 from tests.limits import BRIEF
 from tests.random_networks.case import WITH_PROJECTION, Bucket, BucketRun, Case, one_layer
-from tests.random_networks.compare import differences, run_case
+from tests.random_networks.compare import differences, quiet, run_case
+from tests.random_networks.values import round_once
 
 FAULTY = 1
 AGAIN = 3
@@ -76,7 +77,7 @@ def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
             forward and backward, from 0 to 1; ``None``: before the ranks have compared the
             operation.
     """
-    link, counted, at = transport(case.batched, case.lanes), 0, -1
+    link, counted, at = transport(case.lanes), 0, -1
 
     def count(*_: object) -> None:
         nonlocal counted, at
@@ -85,7 +86,7 @@ def meets(rank: int, kind: str, case: Case, place: float | None) -> list[str]:
             at = -1
             KINDS[kind]()
 
-    with pytest.MonkeyPatch.context() as patch:
+    with quiet(), round_once(), pytest.MonkeyPatch.context() as patch:
         if rank == FAULTY and kind == "out of memory":
             watch_calls(patch, ScratchPool, "take", count)
         elif rank == FAULTY:
