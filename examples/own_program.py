@@ -38,7 +38,7 @@ def use(piece: torch.Tensor, run: slice) -> None:
 
 
 running = transport.begin(GatherUse(rows, columns), "my_operation", like=shard)
-running.run({"use": use}, shard=shard)
+running.run(use=use, shard=shard)
 
 whole = [torch.empty_like(shard) for _ in range(transport.size)]
 dist.all_gather(whole, shard)

@@ -113,7 +113,7 @@ class _AttentionLinear(Call):
 
         sums = self.options.reduce_dtype
         running = self.begin(ProduceScatter(rows, batch * hidden), like=y, sum_dtype=sums)
-        running.run({"make": make}, out=y.flatten(1))
+        running.run(make=make, out=y.flatten(1))
         saved = attention.saved()
         # The weight's gradient alone needs only the output.
         return y, saved if any(self.needs[:3]) else saved[:1]
@@ -137,7 +137,7 @@ class _AttentionLinear(Call):
         grad = grad.view(rows, batch * hidden)
         rule = GatherUse(rows, batch * hidden, wgrad.needed)
         running = self.begin(rule, like=grad, backward=True)
-        running.run({"use": use, "wgrad": whole_wgrad}, shard=grad)
+        running.run(use=use, wgrad=whole_wgrad, shard=grad)
         grads = self.attention.gradients() if inputs else (None, None, None)
         return *grads, wgrad.result()
 

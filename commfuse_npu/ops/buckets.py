@@ -52,7 +52,7 @@ wait for the other.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -166,8 +166,8 @@ class Buckets:
                 running = transport.begin(rule, name, bucket, self._schedule, average, total)
             if scale != 1.0:
                 bucket.mul_(scale)
-            works = {"finish": sum_ending(transport.size if average else 1)}
-            return BucketExchange(bucket, self._queue, running, works)
+            finish = sum_ending(transport.size if average else 1)
+            return BucketExchange(bucket, self._queue, running, finish)
 
     @eager_only
     def all_gather(self, bucket: torch.Tensor) -> BucketExchange:
@@ -197,7 +197,7 @@ class Buckets:
             if elements := self._elements(name, bucket):
                 rule = BucketGather(elements)
                 running = self._transport.begin(rule, name, bucket, self._schedule)
-            return BucketExchange(bucket, self._queue, running, {})
+            return BucketExchange(bucket, self._queue, running)
 
     def _stacks(self, elements: int, dtype: torch.dtype, total: torch.dtype) -> tuple[int, int]:
         """Number of partials in a stack, which is added at once, and of stacks with memory.
@@ -258,11 +258,11 @@ class BucketExchange:
         bucket: torch.Tensor,
         queue: _BucketQueue,
         running: Running | None,
-        works: Mapping[str, Work],
+        finish: Work | None = None,
     ) -> None:
         self.bucket = bucket
         self._queue = queue
-        self.works = works
+        self.finish = finish
         # None if finished, or if there was nothing to transfer: in a group of one, or empty.
         self.running = running
         self.started = False
@@ -307,7 +307,7 @@ class _BucketQueue:
             assert oldest.running is not None
             with torch.no_grad():
                 # After an error it stays in the queue, so that every later wait raises, too.
-                oldest.running.run(oldest.works)
+                oldest.running.run(finish=oldest.finish)
                 oldest.running = None
                 del oldest.bucket
                 self.under_way.popleft()
@@ -324,7 +324,7 @@ class _BucketQueue:
             assert exchange.running is not None
             if not exchange.started:
                 exchange.started = True
-                exchange.running.run(exchange.works, ahead=True, bucket=exchange.bucket.view(-1, 1))
+                exchange.running.run(ahead=True, bucket=exchange.bucket.view(-1, 1))
             if not exchange.running.all_posted:
                 break
 

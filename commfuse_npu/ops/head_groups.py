@@ -88,8 +88,7 @@ class _HeadExchange(Call):
         keeps = received is not None
         rule = ExchangeBlocks(rows, columns, kind, uses, keeps, wgrad is not None)
         running = self.begin(rule, like=like, backward=backward)
-        works = {"make": make, "use": use, "wgrad": wgrad}
-        running.run(works, blocks=blocks, received=received)
+        running.run(make=make, use=use, wgrad=wgrad, blocks=blocks, received=received)
 
 
 class RowsToHeads(_HeadExchange):

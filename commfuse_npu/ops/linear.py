@@ -201,7 +201,7 @@ class _AllGatherLinear(Call):
             running = self.early
             _pairs[self.transport].early.remove(self)
         self.early = self.x = None
-        running.run({"wgrad": wgrad.add}, grad=grad, weight=self.weight, x=x, grad_x=out)
+        running.run(wgrad=wgrad.add, grad=grad, weight=self.weight, x=x, grad_x=out)
         grad_bias = grad.sum(dim=0) if self.needs[2] else None
         return grad_x, wgrad.result(), grad_bias
 
@@ -320,10 +320,14 @@ class _LinearReduceScatter(Call):
         columns = (inputs if needed else 0 for needed in (self.needs[0], wgrad.needed))
         rule = GatherGemm(shard.shape[0], shard.shape[1], *columns)
         running = self.begin(rule, like=grad, backward=True)
-        if column is not None and isinstance(running, Running):
-            running.before = {"wgrad": column.gather_early}
         other = None if x is None else x.flatten(0, -2)
-        running.run({"wgrad": wgrad.add}, shard=shard, weight=self.weight, out=out, other=other)
+
+        def add_wgrad(whole: torch.Tensor, other: torch.Tensor) -> None:
+            if column is not None:
+                column.gather_early()
+            wgrad.add(whole, other)
+
+        running.run(wgrad=add_wgrad, shard=shard, weight=self.weight, out=out, other=other)
         if wgrad.needed and not inputs:  # the program has no product without columns
             wgrad.add(shard, shard.new_empty(shard.shape[0], 0))
         return grad_x, wgrad.result()

@@ -100,7 +100,7 @@ class ForwardBackwardOverlap:
         self._groups: dict[dist.ProcessGroup | None, int] = {}
         for group in named:
             ranks = dist.get_process_group_ranks(group)
-            self._groups[group] = order_log.transport(ranks, True) if order_log else 0
+            self._groups[group] = order_log.transport(ranks) if order_log else 0
         # A collective without a group uses the default group.
         if dist.group.WORLD in named:
             self._groups[None] = self._groups[dist.group.WORLD]

@@ -13,7 +13,7 @@ for the side stream.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Builder"]
 
-_SETTLE = Wait((), ())
+_SETTLE = Wait(())
 
 
 class Builder:
@@ -162,11 +162,11 @@ class Builder:
 
     def add(self, out: Span, *terms: tuple[Span, int], on_side_stream: bool = False) -> None:
         """``out`` = sum of the terms; ``on_side_stream``: on devices that have one."""
-        self._code.append(Add(out, terms, on_side_stream and self.spec.batched))
+        self._code.append(Add(out, terms, on_side_stream))
 
     def copy(self, out: Span, source: Span, *, on_side_stream: bool = False) -> None:
         """``out = source``; ``on_side_stream``: see :meth:`add`."""
-        self._code.append(Copy(out, source, on_side_stream and self.spec.batched))
+        self._code.append(Copy(out, source, on_side_stream))
 
     def end_ahead(self) -> None:
         """Set the point up to which the program runs ahead of its work."""
@@ -178,76 +178,56 @@ class Builder:
 
     def build(self, rule: Rule) -> Program:
         """Return the program of a rule."""
-        code = self._code if self.spec.batched else self._receives_first()
-        instructions = tuple(self._in_order(code))
-        return Program(rule, self.spec, instructions, tuple(self._scratch.values()))
+        return Program(rule, self.spec, tuple(self._in_order()), tuple(self._scratch.values()))
 
-    @property
-    def _slots(self) -> dict[str, str]:
-        """The slot of each scratch buffer."""
-        return {buffer.name: buffer.slot for buffer in self._scratch.values()}
+    def _in_order(self) -> list[Instruction]:
+        """Insert waits, and events between the two streams, where they are needed.
 
-    def _receives_first(self) -> list[Instruction]:
-        """The code with every receive moved up to where its rows are free.
+        A piece that arrives in step 0 is multiplied, and copied for the weight gradient.  The side
+        stream needs it first and waits for it; events order the two streams::
 
-        On gloo the message that a receive is ready shares the socket with bulk data.
+            first  | gemm own |                | event 0, gemm of the piece | event 1, wgrad |
+            side   |          | wait, event 0  | copy of the piece, event 1 |
+            links  | step 0                    |
         """
-        code: list[Instruction] = []
-        # Numbered instructions behind the last receive, and the memory that each accesses.
-        behind: deque[tuple[int, Instruction]] = deque()
-        touched = _Touched(self._slots)
-        ahead_end = -1
-        for at, instruction in enumerate(self._code):
-            remainder = instruction
-            if isinstance(instruction, Post) and instruction.receive is not None:
-                remainder = Post(instruction.send, None)
-                latest = max(touched.take([instruction.receive.span]), default=-1)
-                while behind and behind[0][0] <= max(latest, ahead_end):
-                    code.append(behind.popleft()[1])
-                code.append(Post(None, instruction.receive))
-            behind.append((at, remainder))
-            if isinstance(instruction, AheadEnd):
-                ahead_end = at
-            touched.add(at, *chain(*accesses(remainder)))
-        return [*code, *(instruction for _, instruction in behind)]
-
-    def _in_order(self, code: Sequence[Instruction]) -> list[Instruction]:
-        """Insert waits, and events between the two streams, where they are needed."""
-        slots = self._slots
+        slots = {buffer.name: buffer.slot for buffer in self._scratch.values()}
         links, first, side = (_Pending(slots, known) for known in (0, 0, -1))
-        two_streams = any(map(uses_side_stream, code))
-        posted: dict[tuple[str, int], tuple[int, Span]] = {}
+        two_streams = any(map(uses_side_stream, self._code))
         ordered: list[Instruction] = []
+        # By step: the place of its post; and by stream, of the wait for it.
+        posts: dict[int, int] = {}
+        waits: dict[tuple[int, bool], int] = {}
         # Event number by the index of the instruction before which it is recorded.
         events: dict[int, int] = {}
-        for instruction in (*code, _SETTLE):
+        for instruction in (*self._code, _SETTLE):
             reads, writes = accesses(instruction)
             on_side = uses_side_stream(instruction)
-            at_end = instruction is _SETTLE
             stream, other = (side, first) if on_side else (first, side)
-            received, sent = links.conflicts(reads, writes, at_end)
-            if received or sent:
-                if two_streams:
-                    arrived = [posted["receive", step] for step in received]
-                    left = [posted["send", step] for step in sent]
-                    if on_side:
-                        stream.known = max(stream.known, *(at + 1 for at, _ in (*arrived, *left)))
-                    # Arriving rows count as written by the stream that waits for them.
-                    stream.add(len(ordered), (span for _, span in left), (r for _, r in arrived))
-                ordered.append(Wait(tuple(received), tuple(sent), on_side))
-            if at_end:
+            arrived, left = links.conflicts(reads, writes, every=instruction is _SETTLE)
+            steps = {step for step, _ in (*arrived, *left) if (step, on_side) not in waits}
+            if steps:
+                waits |= {(step, on_side): len(ordered) for step in steps}
+                ordered.append(Wait(tuple(sorted(steps)), on_side))
+                if on_side:
+                    stream.known = max(stream.known, *(posts[step] + 1 for step in steps))
+            if instruction is _SETTLE:
                 continue
             if two_streams:
-                latest = max((*chain(*other.conflicts(reads, writes)), other.ahead_end))
+                # Arriving rows count as written by the stream that waits for them.
+                for step, span in arrived:
+                    stream.add(waits[step, on_side], [], [span])
+                for step, span in left:
+                    stream.add(waits[step, on_side], [span], [])
+                before = chain(*other.conflicts(reads, writes))
+                latest = max([other.ahead_end, *(at for at, _ in before)])
                 if latest >= stream.known:
                     stream.known = latest + 1
                     event = events.setdefault(stream.known, len(events))
                     ordered.append(WaitEvent(event, on_side))
             if isinstance(instruction, Post | Collective):
-                for way, (transfer, span) in instruction.ends:
-                    posted[way, transfer.step] = len(ordered), span
-                    ends = ([span], []) if way == "send" else ([], [span])
-                    links.add(transfer.step, *ends)
+                step = instruction.transfer.step
+                posts[step] = len(ordered)
+                links.add(step, reads, writes)
             elif two_streams:
                 stream.add(len(ordered), reads, writes)
                 if isinstance(instruction, AheadEnd):
@@ -289,18 +269,22 @@ class _Pending:
         """Add the accesses of an instruction, or of a transfer with this step."""
         self._read.add(number, *reads)
         self._written.add(number, *writes)
-        self.last = number
+        self.last = max(self.last, number)
 
     def conflicts(
         self, reads: Sequence[Span], writes: Sequence[Span], every: bool = False
-    ) -> tuple[list[int], list[int]]:
-        """Remove the writes and the reads that must come before; returns their sorted numbers."""
+    ) -> tuple[list[Numbered], list[Numbered]]:
+        """Remove and return the writes and the reads that must come before."""
         written = self._written.take((*reads, *writes), every)
         return written, self._read.take(writes, every)
 
 
+Numbered = tuple[int, Span]
+"""A span of memory, after the number of the instruction, or step, that accesses it."""
+
+
 class _Touched:
-    """Spans of memory with the number of the instruction, or step, that accesses each."""
+    """Numbered spans."""
 
     def __init__(self, slots: Mapping[str, str]) -> None:
         self._slots = slots
@@ -315,9 +299,9 @@ class _Touched:
             insort(entries, (span.start, number, span))
             self._widest = max(self._widest, span.end - span.start)
 
-    def take(self, touched: Sequence[Span], every: bool = False) -> list[int]:
-        """Remove the spans that overlap ``touched``, or all; return their sorted numbers."""
-        numbers = []
+    def take(self, touched: Sequence[Span], every: bool = False) -> list[Numbered]:
+        """Remove and return the spans that overlap ``touched``, or all."""
+        taken = list[Numbered]()
         for span in touched:
             slot = self._spans.get(self._slots.get(span.buffer, span.buffer))
             if not slot:
@@ -334,12 +318,12 @@ class _Touched:
                     if buffer == span.buffer and not overlap(span, entry[2]):
                         apart.append(entry)
                     else:
-                        numbers.append(entry[1])
+                        taken.append(entry[1:])
                 entries[low:high] = apart
                 if not entries:
                     del slot[buffer]
         if every:
             remaining = (entries for slot in self._spans.values() for entries in slot.values())
-            numbers += [number for entries in remaining for _, number, _ in entries]
+            taken += [entry[1:] for entries in remaining for entry in entries]
             self._spans.clear()
-        return sorted(numbers)
+        return taken

@@ -103,21 +103,20 @@ class End(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Post a send, a receive, or both as one batch."""
+    """Post a send and a receive of the same step and lane as one batch."""
 
-    send: End | None
-    receive: End | None
+    send: End
+    receive: End
 
     @property
     def ends(self) -> list[tuple[str, End]]:
-        """``("send", end)`` and ``("receive", end)``, or the one of them that it posts."""
-        ends = ("send", self.send), ("receive", self.receive)
-        return [(way, end) for way, end in ends if end is not None]
+        """``("send", end)`` and ``("receive", end)``."""
+        return [("send", self.send), ("receive", self.receive)]
 
     @property
     def transfer(self) -> Transfer:
-        """The transfer of its first end; both ends have the same step and lane."""
-        return self.ends[0][1].transfer
+        """The transfer that it sends; its step is that of the post."""
+        return self.send.transfer
 
 
 class Collective(NamedTuple):
@@ -147,7 +146,7 @@ class Collective(NamedTuple):
 
     @property
     def transfer(self) -> Transfer:
-        """The first transfer that it sends; all have the same lane."""
+        """The first transfer that it sends, which is its first step; all have the same lane."""
         return min(self.sends)
 
 
@@ -159,16 +158,13 @@ def _blocks(span: Span, count: int) -> list[Span]:
 
 
 class Wait(NamedTuple):
-    """Wait until the receives and the sends of these steps are complete."""
+    """Wait until the posts of these steps are complete, both what they send and what they receive.
 
-    receives: tuple[int, ...]
-    sends: tuple[int, ...]
+    A collective has the number of its first step.
+    """
+
+    steps: tuple[int, ...]
     on_side_stream: bool = False
-
-    @property
-    def ends(self) -> list[tuple[str, int]]:
-        """``("receive", step)`` and ``("send", step)`` of every transfer that it waits for."""
-        return [("receive", step) for step in self.receives] + [("send", s) for s in self.sends]
 
 
 class Compute(NamedTuple):
@@ -229,22 +225,17 @@ def uses_side_stream(instruction: Instruction) -> bool:
 def line(instruction: Instruction) -> str:
     """An instruction as one line of text."""
     match instruction:
-        case Post():
-            arrows = {"send": "-> rank {0.target}", "receive": "<- rank {0.source}"}
-            ends = [
-                f"{transfer.piece} {arrows[way].format(transfer)}"
-                for way, (transfer, _) in instruction.ends
-            ]
-            step, lane, *_ = instruction.transfer
-            text = f"post step {step}, lane {lane}: {', '.join(ends)}"
+        case Post((sent, _), (received, _)):
+            text = (
+                f"post step {sent.step}, lane {sent.lane}: {sent.piece} -> rank {sent.target}, "
+                f"{received.piece} <- rank {received.source}"
+            )
         case Collective(kind, source, out):
             numbers = sorted(transfer.step for transfer in instruction.receives)
             text = f"post steps {numbers[0]} to {numbers[-1]}, lane {instruction.transfer.lane}: "
             text += f"{out} = {kind}({source})"
-        case Wait(receives, sends):
-            steps = [("received", receives), ("sent", sends)]
-            phrases = [f"{verb} {', '.join(map(str, group))}" for verb, group in steps if group]
-            text = f"wait until {'; '.join(phrases)}"
+        case Wait(steps):
+            text = f"wait for step {', '.join(map(str, steps))}"
         case Compute(work, outs, ins, run):
             inputs = [*map(str, ins), *([] if run is None else [f"rows {run.start}:{run.stop}"])]
             text = f"{', '.join(map(str, outs))} = " if outs else ""
@@ -257,17 +248,17 @@ def line(instruction: Instruction) -> str:
         case RecordEvent(event):
             text = f"record event {event}"
         case WaitEvent(event):
-            text = f"hold for event {event}"
+            text = f"wait for event {event}"
         case AheadEnd():
-            text = "mark"
-    return f"aside: {text}" if uses_side_stream(instruction) else text
+            text = "run ahead up to here"
+    return f"side stream: {text}" if uses_side_stream(instruction) else text
 
 
 def accesses(instruction: Instruction) -> tuple[Sequence[Span], Sequence[Span]]:
     """The spans that an instruction reads, and those that it writes."""
     match instruction:
         case Post(send, receive):
-            return [send.span] if send else [], [receive.span] if receive else []
+            return [send.span], [receive.span]
         case Compute():
             return instruction.ins, instruction.outs
         case Add(out, terms):

@@ -21,7 +21,6 @@ from commfuse_npu.plan.instructions import (
     Instruction,
     Post,
     Span,
-    Wait,
     accesses,
     line,
 )
@@ -77,7 +76,7 @@ class Program:
 
     Attributes:
         rule: the operation, equal on ranks that run the same one.
-        spec: rank, group size, schedule and way to post, for which it was compiled.
+        spec: rank, group size and schedule, for which it was compiled.
         code: the instructions in host order.
         scratch: the buffers that it needs besides the operation's tensors.
     """
@@ -94,12 +93,6 @@ class Program:
     @property
     def size(self) -> int:
         return self.spec.size
-
-    @property
-    def batched(self) -> bool:
-        """Whether a step's send and receive are posted as one batch (HCCL), or each receive as soon
-        as its rows are free (gloo)."""
-        return self.spec.batched
 
     @cached_property
     def steps(self) -> int:
@@ -150,27 +143,6 @@ class Program:
     def lanes(self) -> int:
         """Number of lanes that it uses."""
         return 1 + max((post.transfer.lane for post in self.posts), default=-1)
-
-    @cached_property
-    def awaited(self) -> dict[int, dict[int, tuple[str, int]]]:
-        """By index of each :class:`Wait`: the posts that it waits for, with the end of each.
-
-        A stream waits for a post once, which completes both ends of a batch.
-        """
-        posted: dict[tuple[str, int], int] = {}
-        awaited: dict[int, dict[int, tuple[str, int]]] = {}
-        complete: set[tuple[int, bool]] = set()
-        for at, instruction in enumerate(self.code):
-            if isinstance(instruction, Post | Collective):
-                posted |= {(way, end.transfer.step): at for way, end in instruction.ends}
-            elif isinstance(instruction, Wait):
-                awaited[at] = {}
-                for end in instruction.ends:
-                    post = posted[end]
-                    if (post, instruction.on_side_stream) not in complete:
-                        complete.add((post, instruction.on_side_stream))
-                        awaited[at][post] = end
-        return awaited
 
     @cached_property
     def ahead_end(self) -> int:

@@ -184,15 +184,11 @@ class Hop(NamedTuple):
 
 
 class RankSpec(NamedTuple):
-    """What a rule compiles a program for: a rank of a group and a schedule.
-
-    ``batched``: whether a send and a receive are posted as one batch (HCCL) or one by one (gloo).
-    """
+    """What a rule compiles a program for: a rank of a group and a schedule."""
 
     schedule: Schedule
     rank: int
     size: int
-    batched: bool
 
     @property
     def as_collective(self) -> bool:

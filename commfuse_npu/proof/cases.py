@@ -48,24 +48,21 @@ class Case(NamedTuple):
     rule: Rule
     schedule: Schedule
     size: int
-    batched: bool
 
     def __str__(self) -> str:
-        posting = "in batches" if self.batched else "one by one"
-        return f"{self.rule}, {self.size} ranks, {posting}, {self.schedule}"
+        return f"{self.rule}, {self.size} ranks, {self.schedule}"
 
     def programs(self) -> list[Program]:
         """Compile the programs of all ranks, in rank order."""
         return [
-            self.rule.program(RankSpec(self.schedule, rank, self.size, self.batched))
-            for rank in range(self.size)
+            self.rule.program(RankSpec(self.schedule, rank, self.size)) for rank in range(self.size)
         ]
 
 
 def cases(size: int, chunks: Sequence[int] = CHUNKS) -> Iterator[Case]:
     """The cases to prove for a group of ``size`` ranks.
 
-    Every rule is combined with every shape, batched and not; for up to 8 ranks with every choice of
+    Every rule is combined with every shape; for up to 8 ranks with every choice of
     its arguments; for up to 4 ranks with every number of chunks.  The other options alternate:
     lanes, and numbers of rows that divide evenly, do not, or are below that of the chunks.
     """
@@ -77,13 +74,13 @@ def cases(size: int, chunks: Sequence[int] = CHUNKS) -> Iterator[Case]:
         numbers = range(len(rules_to_prove(kind, 1, size)))
         turns = _turns(numbers)
         shapes = [*_shapes(size), *([Schedule("collective")] if kind in _LINEAR else [])]
-        for shape, batched in product(shapes, (True, False)):
+        for shape in shapes:
             for number in numbers if size <= _ALL_ARGUMENTS_UP_TO else [next(turns)]:
                 for count, lane, rows in map(next, rotations):
                     lane = 1 if shape.shape == "collective" else lane
                     schedule = replace(shape, lanes=lane, chunks=count)
                     rule = rules_to_prove(kind, rows, size)[number]
-                    yield Case(rule, schedule, size, batched)
+                    yield Case(rule, schedule, size)
 
 
 def _rows(chunks: int) -> list[int]:

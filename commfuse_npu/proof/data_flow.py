@@ -12,7 +12,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from commfuse_npu.plan.instructions import Add, Collective, Compute, Copy, Post, Span, Wait, common
+from commfuse_npu.plan.instructions import (
+    Add,
+    Collective,
+    Compute,
+    Copy,
+    End,
+    Post,
+    Span,
+    Wait,
+    common,
+)
 from commfuse_npu.plan.program import Program
 from commfuse_npu.proof.memory import Memory, describe
 
@@ -154,7 +164,8 @@ class Execution:
         self._at = 0
         # Per buffer and columns, row by row.
         self._rows: defaultdict[str, dict[Columns, list[int]]] = defaultdict(dict)
-        self._arriving: dict[int, tuple[int, Span]] = {}
+        # By step of the post.
+        self._arriving: defaultdict[int, list[End]] = defaultdict(list)
         self.calls: list[WorkCall] = []
         self.faults: list[str] = []
 
@@ -180,11 +191,12 @@ class Execution:
                 if not self._land(instruction):
                     break
             elif isinstance(instruction, Post | Collective):
-                for way, (transfer, span) in instruction.ends:
+                for way, end in instruction.ends:
+                    transfer, span = end
                     if way == "send":
                         self._mail[transfer.step, transfer.source] = self._read(span)
                     else:
-                        self._arriving[transfer.step] = transfer.source, span
+                        self._arriving[instruction.transfer.step].append(end)
                         self._write(span, [NOTHING] * span.rows)
             elif isinstance(instruction, Compute):
                 self._compute(instruction)
@@ -202,13 +214,12 @@ class Execution:
 
     def _land(self, wait: Wait) -> bool:
         """Deliver the messages of a wait if all of them were sent; whether they were."""
-        arrivals = [
-            (step, *self._arriving[step]) for step in wait.receives if step in self._arriving
-        ]
-        if any((step, source) not in self._mail for step, source, _ in arrivals):
+        arrivals = [end for step in wait.steps for end in self._arriving[step]]
+        if any((step, source) not in self._mail for (step, _, source, *_), _ in arrivals):
             return False
-        for step, source, span in arrivals:
+        for (step, _, source, *_), span in arrivals:
             self._write(span, self._mail[step, source])
+        for step in wait.steps:
             del self._arriving[step]
         return True
 

@@ -82,7 +82,7 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
     events: dict[int, _Clock] = {}
     begun: dict[int, _Clock] = {}
     touches: defaultdict[str, list[_Touch]] = defaultdict(list)  # by slot
-    transfers: dict[tuple[str, int], _Touch] = {}
+    posted: dict[int, list[_Touch]] = {}
     checked: set[Span] = set()
     ahead_end = 0
     last_on_side = _At(-1, True)
@@ -107,16 +107,16 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
                 return
             clocks[here.on_side_stream] = [*map(max, clock, events[instruction.event])]
         elif isinstance(instruction, Wait):
-            for way, step in instruction.ends:
-                transfer = transfers.get((way, step))
-                if transfer is None:
-                    yield f"{describe(program, at)}: it has posted no {way} of step {step}"
+            for step in instruction.steps:
+                if step not in posted:
+                    yield f"{describe(program, at)}: it has posted no step {step}"
                     continue
                 clock = [*map(max, clock, begun[step])]
-                transfer.done.append(here)
-                slot = touches[memory.slots[transfer.span.buffer]]
-                if not two_streams and transfer in slot:
-                    slot.remove(transfer)
+                for transfer in posted[step]:
+                    transfer.done.append(here)
+                    slot = touches[memory.slots[transfer.span.buffer]]
+                    if not two_streams and transfer in slot:
+                        slot.remove(transfer)
             clocks[here.on_side_stream] = clock
         elif (reads or writes) and clock[False] < ahead_end:
             yield f"{describe(program, at)}: the side stream does not wait for what came before"
@@ -142,19 +142,21 @@ def hazards(program: Program, memory: Memory) -> Iterator[str]:
             if memory.meet(read.span, written.span) and not same:
                 yield f"{describe(program, at)}: it writes over what it reads"
         if isinstance(instruction, Post | Collective):
+            step = instruction.transfer.step
+            begun[step] = clock
+            posted[step] = []
             for way, end in instruction.ends:
-                begun[end.transfer.step] = clock
                 yield from (f"{describe(program, at)}: {wrong}" for wrong in _unfit(end, memory))
                 touch = _Touch(end.span, way == "receive", [], end)
-                transfers[way, end.transfer.step] = touch
+                posted[step].append(touch)
                 touches[memory.slots[end.span.buffer]].append(touch)
         elif two_streams:
             last_on_side = here if here.on_side_stream and ours else last_on_side
             for touch in ours:
                 touches[memory.slots[touch.span.buffer]].append(touch)
-    for touch in sorted(transfers.values(), key=lambda touch: not touch.writes):
-        if not touch.done and touch.end is not None:
-            yield f"rank {program.rank} never waits for what {_ways(touch)}: {touch.end.transfer}"
+    for post in program.posts:
+        if not posted[post.transfer.step][0].done:
+            yield f"rank {program.rank} never waits for {post.transfer}"
     if last_on_side.at >= 0 and not last_on_side.known(clocks[False]):
         yield f"rank {program.rank} ends without waiting for the side stream"
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from commfuse_npu.runtime.collectives import device_backend
 from commfuse_npu.runtime.gather_objects import MissingRankError, gather_objects
 from commfuse_npu.runtime.order_log import OrderLog
 
@@ -226,9 +227,12 @@ class Agreement:
         _unsettled.discard(self)
 
     def fail_wait(self, why: str, *left_over: object) -> TransportError:
-        """After a failed wait: break the transport; the error names a difference between ranks."""
+        """After a failed wait: break the transport; the error names a difference between ranks.
+
+        They are compared over gloo only, where a timeout limits it.
+        """
         difference = None
-        if self._broken is None:
+        if self._broken is None and device_backend(self.control)[1] == "gloo":
             try:
                 difference = self._difference(_DIAGNOSIS_TIMEOUT, all_begun=False)
             except MissingRankError as error:

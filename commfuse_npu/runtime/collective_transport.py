@@ -28,7 +28,7 @@ from commfuse_npu.runtime.collectives import (
 )
 
 if TYPE_CHECKING:
-    from commfuse_npu.runtime.executor import Work
+    from commfuse_npu.runtime.executor import Given
     from commfuse_npu.runtime.transport import Transport
 
 __all__ = ["CollectiveRun", "CollectiveTransport"]
@@ -71,7 +71,7 @@ class CollectiveTransport:
             schedule = replace(schedule, chunks=1)
         if self._lanes is not None:
             return self._lanes.spec(schedule)
-        return RankSpec(schedule, self.rank, self.size, True)
+        return RankSpec(schedule, self.rank, self.size)
 
     def begin(
         self,
@@ -127,20 +127,14 @@ class CollectiveRun:
         self._like = like
         self._sum_dtype = sum_dtype
         self._kernels = kernels_for(like.device)
-        self._works: Mapping[str, Work] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._given: Mapping[str, Any] = {}
         # By id of the result, which is kept alive so that the id stays unique.
         self._under_way: dict[int, Begun] = {}
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def run(
-        self,
-        works: Mapping[str, Work | None] | None = None,
-        **tensors: torch.Tensor | None,
-    ) -> None:
+    def run(self, **given: Given) -> None:
         """See :meth:`Running.run`; nothing runs ahead."""
-        self._tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        self._works = {name: work for name, work in (works or {}).items() if work is not None}
+        self._given = given
         try:
             with _RecordFunctionFast(f"CommFuse: {self.name}"):
                 # The rules of buckets alone ask for more than this carrier has.
@@ -165,10 +159,10 @@ class CollectiveRun:
         return matrix
 
     def _out(self, out: str | None, rows: int, columns: int) -> torch.Tensor:
-        return self._like.new_empty((rows, columns)) if out is None else self._tensors[out]
+        return self._like.new_empty((rows, columns)) if out is None else self._given[out]
 
     def given(self, buffer: str, rows: int, columns: int) -> torch.Tensor:
-        return self._tensors[buffer]
+        return self._given[buffer]
 
     def own_block(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.chunk(self.spec.size)[self.spec.rank]
@@ -176,7 +170,7 @@ class CollectiveRun:
     # ------------------------------------------------------------------ transfers
 
     def all_gather(self, shard: torch.Tensor, *, out: str | None = None) -> torch.Tensor:
-        into = None if out is None else self._tensors[out]
+        into = None if out is None else self._given[out]
         if self.spec.size == 1:
             return shard if into is None else into.copy_(shard)
         with self._transport.collectives(self.name):
@@ -187,10 +181,10 @@ class CollectiveRun:
         if self.spec.size > 1:
             with self._transport.collectives(self.name):
                 received = all_to_all_rows(blocks, self._group)
-        return received if out is None else self._tensors[out].copy_(received)
+        return received if out is None else self._given[out].copy_(received)
 
     def reduce_scatter(self, whole: torch.Tensor, *, out: str) -> None:
-        into = self._tensors[out]
+        into = self._given[out]
         if self.spec.size == 1:
             into.copy_(whole)
             return
@@ -247,7 +241,7 @@ class CollectiveRun:
     ) -> torch.Tensor:
         whole = self._out(out, rows, columns)
         for run in pieces if whole.numel() else ():
-            self._works["make"](whole[run], run)
+            self._given["make"](whole[run], run)
         return whole
 
     def use(
@@ -255,7 +249,7 @@ class CollectiveRun:
     ) -> None:
         whole = self._read(matrix)
         for run in pieces if whole.numel() else ():
-            self._works["use"](whole[run], run)
+            self._given["use"](whole[run], run)
 
     def wgrad(self, *factors: torch.Tensor) -> None:
-        self._works["wgrad"](*(self._read(factor) for factor in factors))
+        self._given["wgrad"](*(self._read(factor) for factor in factors))

@@ -1,18 +1,8 @@
 """Executes programs: a loop over their instructions that makes no scheduling decisions of its own.
 
-=====================  ==================================  =====================================
-                       HCCL                                gloo
-=====================  ==================================  =====================================
-posted                 one batch {send, receive} per step  each receive as soon as its rows are
-                                                           free, each send when its data is ready
-matched by             order                               tag
-``wait()`` blocks      the stream                          the host
-=====================  ==================================  =====================================
-
-On HCCL, unbatched transfers would open a communicator per pair of ranks in the middle of a forward,
-and receives posted ahead of sends would hang; one batch per step avoids both.  On gloo, receives
-are posted early because the message that a receive is ready shares the socket with bulk data.
-:attr:`Program.batched` says for which of the two a program was compiled.
+A step is posted as one batch {receive, send}.  On HCCL single transfers would open a communicator
+per pair of ranks in the middle of a forward, and receives posted ahead of sends would hang.  HCCL
+matches messages by order, gloo by tag.  A wait blocks the stream on HCCL, and the host on gloo.
 """
 
 from __future__ import annotations
@@ -22,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch._C._profiler import _RecordFunctionFast
 
 from commfuse_npu.plan.instructions import (
@@ -30,7 +19,6 @@ from commfuse_npu.plan.instructions import (
     Collective,
     Compute,
     Copy,
-    End,
     Post,
     RecordEvent,
     Span,
@@ -40,25 +28,23 @@ from commfuse_npu.plan.instructions import (
 from commfuse_npu.plan.program import Program
 from commfuse_npu.runtime.collectives import begin_all_gather, begin_all_to_all
 from commfuse_npu.runtime.device_streams import side_stream
+from commfuse_npu.runtime.lanes import post_swap
 from commfuse_npu.runtime.scratch import Arena, view_of
 
 if TYPE_CHECKING:
     from commfuse_npu.runtime.order_log import Entry
     from commfuse_npu.runtime.transport import Transport
 
-__all__ = ["Running", "Work", "post_receive", "post_send"]
+__all__ = ["Running", "Work"]
 
 _LARGEST_TAG = 0x7FFFFFFF
-
-post_send: Callable[..., Any] = dist.ProcessGroup.send
-"""What ``dist.isend`` calls, without its checks: ``(group, tensors, rank in the group, tag)``."""
-
-post_receive: Callable[..., Any] = dist.ProcessGroup.recv
-"""What ``dist.irecv`` calls; see :data:`post_send`."""
 
 Work = Callable[..., object]
 """The function that a :class:`~commfuse_npu.plan.instructions.Compute` instruction calls: with its
 output tensors, then its input tensors, then its run of rows if it has one."""
+
+Given = torch.Tensor | Work | None
+"""What a program gets by name: one of its buffers or works; ``None`` if it has no such buffer."""
 
 
 class Running:
@@ -70,14 +56,11 @@ class Running:
     Attributes:
         name: of the operation, for error messages.
         done: whether every instruction was executed and every transfer waited for.
-        before: callbacks by name of a work, called before it.  Before a weight gradient all blocks
-            have arrived, and the links are free for another operation.
         transferred: tensors that the program sends or receives, by storage address, if the
             transport has to call ``erase_stream`` on them; else empty.
     """
 
     done = False
-    before: Mapping[str, Callable[[], None]] = {}
 
     def __init__(
         self,
@@ -102,9 +85,9 @@ class Running:
         self._views: dict[Span, torch.Tensor] = {}
         self._arenas: list[Arena] = []
         self.transferred: dict[int, torch.Tensor] = {}
-        self._second = side_stream(device) if program.batched else None
+        self._side = side_stream(device)
         self._events: dict[int, Any] = {}
-        # The works of each post, by its index.
+        # The works of each post, by its step.
         self._posted: dict[int, Sequence[Any]] = {}
         self._take_scratch(late=False)
 
@@ -113,23 +96,16 @@ class Running:
         """Whether the program has posted all its transfers."""
         return self._at > self.program.last_post
 
-    def run(
-        self,
-        works: Mapping[str, Work | None] | None = None,
-        *,
-        ahead: bool = False,
-        **tensors: torch.Tensor | None,
-    ) -> None:
+    def run(self, *, ahead: bool = False, **given: Given) -> None:
         """Continue to the end of the program, or with ``ahead`` to its :class:`AheadEnd`.
 
         ``torch.profiler`` shows it as a range with the operation's name.
 
         Args:
-            works: functions by name of the work; ``None`` skips that work.  By default ``gemm`` is
-                the GEMM of the device's kernels.
-            tensors: the operation's buffers that the remaining instructions use, matrices ``[rows,
-                columns]``; ``None`` for a buffer that this program does not have.  A transferred
-                tensor is contiguous and has the operation's dtype and device.
+            given: the works and buffers that the remaining instructions use, by their names in the
+                rule.  ``gemm`` is by default the GEMM of the device's kernels.  A buffer is a
+                matrix ``[rows, columns]``; if it is transferred, it is contiguous and has the
+                operation's dtype and device.
 
         Raises:
             ValueError: a tensor has the wrong shape, dtype, device or strides.
@@ -138,17 +114,17 @@ class Running:
         transport = self._transport
         program = self.program
         transport.resume(self)
-        works = {"gemm": transport.kernels.gemm_into, **(works or {})}
+        given = {"gemm": transport.kernels.gemm_into, **given}
         try:
             if not ahead:
                 self._take_scratch(late=True)
-            self._bind(tensors)
+            self._bind(given)
         except BaseException as error:
             transport.interrupted(self.name, error, self)
             raise
         try:
             with _RecordFunctionFast(f"CommFuse: {self.name}"):
-                self._go_on(works, program.ahead_end if ahead else len(program.code))
+                self._go_on(given, program.ahead_end if ahead else len(program.code))
         except BaseException as error:
             post = program.code[self._at] if self._at < len(program.code) else None
             if isinstance(post, Post | Collective) and isinstance(error, RuntimeError):
@@ -169,21 +145,19 @@ class Running:
             tensors: see :meth:`run`; contents of the output tensors are undefined afterwards.
         """
         names = (compute.work for compute in self.program.code if isinstance(compute, Compute))
-        self.run(dict.fromkeys(names), ahead=False, **tensors)
+        given: dict[str, Any] = {**dict.fromkeys(names), **tensors}
+        self.run(**given)
 
     # ------------------------------------------------------------------ the loop
 
-    def _go_on(self, works: Mapping[str, Work | None], end: int) -> None:
+    def _go_on(self, given: Mapping[str, Any], end: int) -> None:
         """Execute the instructions up to the index ``end``."""
         program = self.program
         views = self._views
         posted = self._posted
-        lanes = self._transport.lane_groups
-        tag = self._tag
         view = views.__getitem__
         log = self._log
-        second = self._second
-        before = self.before
+        side = self._side
         code: Sequence[Any] = program.code
         at = self._at
         try:
@@ -194,9 +168,7 @@ class Running:
                     log("at", at)
                 if kind is Compute:
                     work, outs, ins, run = instruction
-                    if work in before:
-                        before[work]()
-                    function = works[work]
+                    function = given[work]
                     if function is None:  # in drain(), where some buffers are not bound
                         continue
                     if run is None:
@@ -204,46 +176,37 @@ class Running:
                     else:
                         function(*map(view, outs + ins), run)
                 elif kind is Post:
-                    send, receive = instruction
-                    if receive is None:
-                        (step, lane, _, target, _), span = send
-                        number = (tag + step) & _LARGEST_TAG
-                        posted[at] = [post_send(lanes[lane], [views[span]], target, number)]
-                    elif send is None:
-                        (step, lane, source, _, _), span = receive
-                        number = (tag + step) & _LARGEST_TAG
-                        posted[at] = [post_receive(lanes[lane], [views[span]], source, number)]
-                    else:
-                        posted[at] = self._batch(send, receive)
+                    posted[instruction.transfer.step] = self._batch(instruction)
                 elif kind in _LIGHT:
-                    if second is not None and instruction.on_side_stream:
-                        second.do(_LIGHT[kind], self, at)
+                    if side is not None and instruction.on_side_stream:
+                        side.do(_LIGHT[kind], self, at)
                     else:
                         _LIGHT[kind](self, at)
                 elif kind is Collective:
-                    posted[at] = self._collective(instruction)
-                elif second is not None and kind is RecordEvent:
+                    posted[instruction.transfer.step] = self._collective(instruction)
+                elif side is not None and kind is RecordEvent:
                     event, on_side = instruction
-                    self._events[event] = second.record(on_side_stream=on_side)
-                elif second is not None and kind is WaitEvent:
+                    self._events[event] = side.record(on_side_stream=on_side)
+                elif side is not None and kind is WaitEvent:
                     event, on_side = instruction
                     start = time.perf_counter()
-                    second.wait_event(self._events[event], on_side_stream=on_side)
+                    side.wait_event(self._events[event], on_side_stream=on_side)
                     self._transport.blocked_seconds += time.perf_counter() - start
             at = max(end, self._at)
         finally:
             self._at = at
 
-    def _batch(self, send: End, receive: End) -> Sequence[Any]:
-        ranks = self._transport.ranks
-        group = self._transport.lane_groups[send.transfer.lane]
-        out = self._views[send.span]
-        into = self._views[receive.span]
-        return dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, out, ranks[send.transfer.target], group),
-                dist.P2POp(dist.irecv, into, ranks[receive.transfer.source], group),
-            ]
+    def _batch(self, post: Post) -> Sequence[Any]:
+        (step, lane, _, target, _), sent = post.send
+        transfer, received = post.receive
+        transport = self._transport
+        return post_swap(
+            transport.lane_groups[lane],
+            self._views[sent],
+            self._views[received],
+            transport.ranks[target],
+            transport.ranks[transfer.source],
+            (self._tag + step) & _LARGEST_TAG,
         )
 
     def _collective(self, instruction: Collective) -> Sequence[Any]:
@@ -274,36 +237,32 @@ class Running:
     def _wait(self, at: int) -> None:
         """Wait for posts; on a device with two streams, each stream waits by itself."""
         transport = self._transport
-        posted = self._posted
-        ends = self.program.awaited[at]
-        timeout = None if transport.batched else transport.timeout
+        wait: Any = self.program.code[at]
         start = time.perf_counter()
-        try:
-            for post in ends:
-                for work in posted[post]:
-                    work.wait() if timeout is None else work.wait(timeout)
-                if self._second is None:
-                    posted[post] = ()  # waiting for one end of a batch completes both
-        except RuntimeError as error:
-            way, step = ends[post]
-            why = f"{self._what(step, way)}: {error}"
-            if timeout is not None:
-                # May fail before the timeout: a peer that timed out first closes the connection.
-                raise transport.fail_wait(why, self) from error
-            transport.fail(why, self)
-            raise transport.error() from error
+        for step in wait.steps:
+            works = self._posted[step]
+            for way, work in zip(_WAYS, works, strict=False):
+                try:
+                    transport.wait_for(work)
+                except RuntimeError as error:
+                    # gloo may fail before the timeout: a peer that timed out first closes the
+                    # connection.
+                    what = self._what(step, way if len(works) > 1 else None)
+                    raise transport.fail_wait(f"{what}: {error}", self) from error
+            if self._side is None:
+                self._posted[step] = ()
         transport.blocked_seconds += time.perf_counter() - start
 
     # ------------------------------------------------------------------ memory
 
-    def _bind(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    def _bind(self, given: Mapping[str, Given]) -> None:
         """Check tensors of the operation and create the views of the program's spans."""
         program = self.program
         views = self._views
         messages = program.messages
         partitions = program.partitions
-        for buffer, tensor in tensors.items():
-            if tensor is None:
+        for buffer, tensor in given.items():
+            if not isinstance(tensor, torch.Tensor):
                 continue
             if tensor.dim() != 2:
                 raise ValueError(
@@ -378,6 +337,9 @@ class Running:
                 )
         return f"{self.name}: {' and '.join(parts)}"
 
+
+_WAYS = "receive", "send"
+"""What the works of a batch on gloo are; HCCL has one for both."""
 
 _LIGHT = {Wait: Running._wait, Add: Running._add, Copy: Running._copy}
 """Instructions that may run on the side stream; each function takes the index of its own."""

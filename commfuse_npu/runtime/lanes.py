@@ -30,19 +30,18 @@ def post_swap(
     received: torch.Tensor,
     target: int,
     source: int,
-    *,
-    batched: bool,
+    tag: int = 0,
 ) -> Sequence[Any]:
-    """Send one tensor and receive another, as a step of a program does; return the works.
+    """Send one tensor and receive another as one batch, a step of a program; return the works.
+
+    The receive is first: on gloo the message that it is ready shares the socket with bulk data.
 
     Args:
         target, source: global ranks.
-        batched: post one batch (HCCL), or single operations (gloo).
+        tag: by which gloo matches messages.
     """
-    if batched:
-        send = dist.P2POp(dist.isend, tensor, target, lane)
-        return dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, received, source, lane)])
-    return [dist.irecv(received, source, lane), dist.isend(tensor, target, lane)]
+    receive = dist.P2POp(dist.irecv, received, source, lane, tag)
+    return dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, tensor, target, lane, tag)])
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Off unless an :class:`OrderLog` is passed to :meth:`Transport.create`; the optio
 line at once, so that the log of a run that hangs or is killed is complete up to there::
 
     ["log", version, rank, size]        the first line
-    ["transport", number, ranks, batched]
+    ["transport", number, ranks]
     ["meet", transport, name]           the ranks of the group wait for each other
     ["begin", slot, transport, {...}]   a program begins: its name, rule, arguments, ...; slots are
                                         reused
@@ -43,7 +43,7 @@ from commfuse_npu.plan.program import Program
 
 __all__ = ["VERSION", "Entry", "OrderLog", "shared_order_log"]
 
-VERSION = 5
+VERSION = 6
 
 _logger = logging.getLogger(__name__)
 _json = json.JSONEncoder(separators=(",", ":")).encode
@@ -78,12 +78,12 @@ class OrderLog:
         self._in_use: set[int] = set()
         self._line(["log", VERSION, rank, size])
 
-    def transport(self, ranks: Sequence[int], batched: bool) -> int:
+    def transport(self, ranks: Sequence[int]) -> int:
         """Record a transport and return its number.  All ranks call it in the same order."""
         with self._lock:
             number = self._transports
             self._transports = self._transports + 1
-            self._line(["transport", number, list(ranks), batched])
+            self._line(["transport", number, list(ranks)])
         return number
 
     def program(

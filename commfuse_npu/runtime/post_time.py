@@ -40,7 +40,7 @@ def post_seconds(transport: Transport, schedule: Schedule) -> float:
         begun = time.perf_counter()
         for post in posts:
             for work in post():
-                transport.wait_for(work)
+                work.wait()
         seconds.append((time.perf_counter() - begun) / len(posts))
     world = dist.group.WORLD
     assert world is not None
@@ -59,10 +59,14 @@ def _posts(transport: Transport, schedule: Schedule) -> list[Callable[[], Sequen
             lambda: [begin_all_gather(blocks[:1], lanes[0], received)[1]],
             lambda: [begin_all_to_all(blocks, lanes[0], received)[1]],
         ]
-    swap = partial(post_swap, batched=transport.batched)
     return [
         partial(
-            swap, lanes[hop.lane], blocks[:1], received[:1], ranks[hop.target], ranks[hop.source]
+            post_swap,
+            lanes[hop.lane],
+            blocks[:1],
+            received[:1],
+            ranks[hop.target],
+            ranks[hop.source],
         )
         for hop in spec.schedule.hops(spec.rank, spec.size, "first")
     ]

@@ -50,7 +50,6 @@ class Transport(Agreement):
         group: the original process group, for collectives; transfers of programs do not use it.
         lanes: number of in-order channels.
         lane_groups: the process group of each lane.
-        batched: whether a step is posted as one batch (HCCL) or as single operations (gloo).
         device_type: device of the tensors: ``cpu`` on gloo, ``npu`` on HCCL.
         kernels: the kernel module of that device.
         blocked_seconds: host time spent in waits so far.  On HCCL a wait blocks the stream, not the
@@ -66,11 +65,9 @@ class Transport(Agreement):
         control: dist.ProcessGroup,
         *,
         timeout: timedelta,
-        batched: bool,
     ) -> None:
         self.group = group
         super().__init__(group, control, timeout)
-        self.batched = batched
         self.scratch = ScratchPool()
         self.blocked_seconds = 0.0
         self.operations = 0
@@ -97,7 +94,6 @@ class Transport(Agreement):
         lanes: int | None = None,
         shape: Shape = "shifted",
         timeout: timedelta = timedelta(minutes=5),
-        batched: bool | None = None,
         lane_options: Any = None,
         order_log: OrderLog | None = None,
     ) -> Transport:
@@ -114,8 +110,6 @@ class Transport(Agreement):
             shape: of the schedules that will run: what they post is warmed up, collectives for
                 ``collective`` and batches to every peer for the others.
             timeout: for waits (gloo) and for creating the lanes.
-            batched: how to post; by default as the group's backend requires.  On HCCL it has to
-                be True; on gloo, True is for tests of the posts that HCCL gets.
             lane_options: ``pg_options`` of the lane groups, such as HCCL's buffer size.
             order_log: records the order of posts and waits; on all processes or on none.
 
@@ -139,14 +133,12 @@ class Transport(Agreement):
             )
         group = group if group is not None else world
         groups = agreed_groups(group, world, lanes, timeout)
-        if batched is None:
-            batched = device_backend(group)[1] != "gloo"
         with all_or_none(world, timeout):
             channels, control = make_lanes(group, groups, lanes, timeout, lane_options)
-            transport = cls(group, channels, control, timeout=timeout, batched=batched)
+            transport = cls(group, channels, control, timeout=timeout)
             if order_log is not None:
                 transport.order_log = order_log
-                transport.log_number = order_log.transport(transport.ranks, batched)
+                transport.log_number = order_log.transport(transport.ranks)
             transport._warm_up(shape)
         _of_groups[group] = transport
         return transport
@@ -170,16 +162,16 @@ class Transport(Agreement):
             numbers = number.repeat(self.size)
             if shape == "collective" and self.size > 1:
                 with making(task):
-                    self.wait_for(begin_all_gather(number, lane, numbers)[1])
-                    self.wait_for(begin_all_to_all(numbers, lane, numbers.clone())[1])
+                    begin_all_gather(number, lane, numbers)[1].wait()
+                    begin_all_to_all(numbers, lane, numbers.clone())[1].wait()
             else:
                 for distance in range(1, self.size):
                     source = (self.rank - distance) % self.size
                     peers = self.ranks[(self.rank + distance) % self.size], self.ranks[source]
                     received = numbers[source : source + 1]
                     with making(f"{task}, distance {distance}"):
-                        for work in post_swap(lane, number, received, *peers, batched=self.batched):
-                            self.wait_for(work)
+                        for work in post_swap(lane, number, received, *peers):
+                            work.wait()
             if numbers.tolist() != list(range(self.size)):
                 raise TransportError(
                     f"{task}: the ranks of the group say that they are {numbers.tolist()}: the "
@@ -315,7 +307,7 @@ class Transport(Agreement):
         if schedule not in self._specs:
             lanes = schedule.lanes or min(schedule.lanes_for(self.size), self.lanes)
             limited = replace(schedule, lanes=lanes)
-            self._specs[schedule] = RankSpec(limited, self.rank, self.size, self.batched)
+            self._specs[schedule] = RankSpec(limited, self.rank, self.size)
         return self._specs[schedule]
 
     @cached_property
@@ -324,8 +316,8 @@ class Transport(Agreement):
         return CollectiveTransport(self.group, lanes=self)
 
     def wait_for(self, work: Any) -> None:
-        """Wait for a ``Work``: on gloo the host, at most ``timeout``; on HCCL the stream."""
-        work.wait() if self.batched else work.wait(self.timeout)
+        """Wait for a ``Work``: on gloo the host, at most :attr:`timeout`; on HCCL the stream."""
+        work.wait(self.timeout) if self.device_type == "cpu" else work.wait()
 
     @contextmanager
     def collectives(self, name: str) -> Iterator[None]:

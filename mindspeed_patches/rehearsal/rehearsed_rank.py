@@ -69,9 +69,6 @@ class CollectiveCounter:
             setattr(dist, name, self._counted(name, getattr(dist, name)))
         # P2POp takes only the function that this module has.
         dist.distributed_c10d.isend = dist.isend
-        from commfuse_npu.runtime import executor  # binds collectives: only now
-
-        executor.post_send = self._counted("isend", executor.post_send)
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from commfuse_npu.plan import RankSpec, Schedule
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import GatherUse, Rule
-from commfuse_npu.runtime import executor
 from commfuse_npu.runtime.transport import Transport
 from tests.limits import PATIENT
 from tests.random_networks.case import LANES
@@ -28,14 +27,14 @@ def _all_lanes() -> Transport:
 
 
 @lru_cache
-def transport(batched: bool = False, lanes: int = 3) -> Transport:
+def transport(lanes: int = 3) -> Transport:
     """A transport of this process, cached; a collective call.
 
     All share the lanes, because each process group has threads that poll.
     """
     shared = _all_lanes()
     groups = shared.lane_groups[:lanes]
-    return Transport(shared.group, groups, shared.control, timeout=PATIENT, batched=batched)
+    return Transport(shared.group, groups, shared.control, timeout=PATIENT)
 
 
 def watch_calls(
@@ -51,10 +50,18 @@ def watch_calls(
     patch.setattr(owner, name, watched)
 
 
+def match_by_order(patch: pytest.MonkeyPatch) -> None:
+    """Let messages match by order, as on HCCL, which has no tags."""
+    batch = dist.batch_isend_irecv
+
+    def untagged(operations: list[dist.P2POp]) -> Any:
+        return batch([dist.P2POp(p2p.op, p2p.tensor, p2p.peer, p2p.group) for p2p in operations])
+
+    patch.setattr(dist, "batch_isend_irecv", untagged)
+
+
 def watch_posts(patch: pytest.MonkeyPatch, note: Callable[..., object]) -> None:
     """Call ``note`` before each post of a program, with what is posted."""
-    watch_calls(patch, executor, "post_send", note)
-    watch_calls(patch, executor, "post_receive", note)
     watch_calls(patch, dist, "batch_isend_irecv", note)
 
 
@@ -83,4 +90,4 @@ def gather_and_use(
     rows, columns = shape or shard.shape
     rule = GatherUse(rows, columns)
     running = transport.begin(rule, "gather_and_use", shard, Schedule(lanes=lanes))
-    running.run({"use": use}, shard=shard)
+    running.run(use=use, shard=shard)

@@ -39,12 +39,11 @@ def test_an_error_while_adding_leaves_the_shard_untouched(rank: int) -> None:
         assert torch.equal(bucket, torch.arange(24.0))
 
 
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @pytest.mark.parametrize("reduce_dtype", [None, FP32])
 @on_ranks(4)
-def test_scratch_memory_stays_within_its_limit(rank: int, reduce_dtype: Any, batched: bool) -> None:
+def test_scratch_memory_stays_within_its_limit(rank: int, reduce_dtype: Any) -> None:
     """Shards of 1000 bf16 elements in four chunks; slots are multiples of 256 elements."""
-    link, total = transport(batched), 1024 * (4 if reduce_dtype else 2)
+    link, total = transport(), 1024 * (4 if reduce_dtype else 2)
     slot, chunk_of_all = 256 * 2, 768 * 2
     take, bucket, arenas = link.scratch.take, torch.ones(4000, dtype=BF16), list[Any]()
     for limit, partials in (
@@ -69,11 +68,10 @@ def test_scratch_memory_stays_within_its_limit(rank: int, reduce_dtype: Any, bat
         assert not link.scratch.lent
 
 
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @on_ranks(3)
-def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
+def test_a_start_needs_nobody_else(rank: int) -> None:
     """One rank starts many exchanges before the others begin any."""
-    buckets = Buckets(transport(batched), LinearOptions(Schedule(chunks=3)))
+    buckets = Buckets(transport(), LinearOptions(Schedule(chunks=3)))
     exchanges = buckets.reduce_scatter, buckets.all_gather
     with mock.patch(SCRATCH, 0):
         for exchange in exchanges:
@@ -95,11 +93,10 @@ def test_a_start_needs_nobody_else(rank: int, batched: bool) -> None:
             assert (tensor.view(3, 8)[rank] == 3).all()
 
 
-@pytest.mark.parametrize("batched", [False, True], ids=["eager", "batched"])
 @on_ranks(2)
-def test_a_bucket_is_posted_after_earlier_ones(rank: int, batched: bool) -> None:
+def test_a_bucket_is_posted_after_earlier_ones(rank: int) -> None:
     """The first bucket has memory for one of its three pieces."""
-    buckets = Buckets(transport(batched), LinearOptions(Schedule(lanes=1, chunks=3)))
+    buckets = Buckets(transport(), LinearOptions(Schedule(lanes=1, chunks=3)))
     posts = list[object]()
     with pytest.MonkeyPatch.context() as patch, mock.patch(SCRATCH, 0):
         watch_posts(patch, lambda *_: posts.append(_))
@@ -115,7 +112,7 @@ def test_a_bucket_is_posted_after_earlier_ones(rank: int, batched: bool) -> None
 @on_ranks(2)
 def test_a_comparison_comes_after_the_buckets_in_flight(rank: int) -> None:
     """Rank 0 waits for pieces that rank 1 posts only when it finishes the first bucket."""
-    link = new_link(batched=True)
+    link = new_link()
     buckets = Buckets(link, LinearOptions(Schedule(lanes=1, chunks=3)))
     with mock.patch(SCRATCH, 0):
         first = buckets.reduce_scatter(torch.ones(12))

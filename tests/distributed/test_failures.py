@@ -17,7 +17,7 @@ from commfuse_npu import MismatchError, Transport, TransportError
 from commfuse_npu.ops import LinearOptions, all_gather_linear, linear, linear_all_reduce
 from commfuse_npu.ops.call import WeightGradient
 from commfuse_npu.runtime import agreement
-from tests.distributed.programs import gather_and_use, new_link, watch_calls
+from tests.distributed.programs import gather_and_use, match_by_order, new_link, watch_calls
 from tests.distributed.ranks import on_ranks
 from tests.limits import BRIEF, PATIENT
 
@@ -106,7 +106,7 @@ class OwnStep(torch.optim.SGD):
 
 
 def other_length(made: Transport, rank: int) -> None:
-    """Another shape with as many elements, which batches deliver because they have no tags."""
+    """Another shape with as many elements, which HCCL delivers."""
     layer(made, *((4, 4), (8, 2))[rank % 2]).sum().backward()
 
 
@@ -125,7 +125,7 @@ NOTHING = r"clip: .* operation: (clip|None) here, (clip|None) there"
 
 
 def stepped(rank: int, differs: Any) -> str:
-    transport = new_link(batched=True)
+    transport = new_link()
     weight = torch.nn.Parameter(torch.zeros(3))
     steps = OwnStep([weight], lr=1.0)
     weight.grad = torch.ones(3)
@@ -135,7 +135,9 @@ def stepped(rank: int, differs: Any) -> str:
     steps.step()
     assert torch.equal(weight, -torch.ones(3))
     layer(transport, 4).sum().backward()
-    differs(transport, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        match_by_order(patch)
+        differs(transport, rank)
     with pytest.raises(MismatchError) as caught:
         steps.step()
     assert torch.equal(weight, -torch.ones(3)), "weights were changed"

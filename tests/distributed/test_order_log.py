@@ -17,7 +17,6 @@ from commfuse_npu import Schedule, Transport, TransportError
 from commfuse_npu.ops import LinearOptions, all_gather_linear
 from commfuse_npu.plan.instructions import Post
 from commfuse_npu.plan.rules import Rule
-from commfuse_npu.runtime import executor
 from commfuse_npu.runtime.order_log import OrderLog
 from commfuse_npu.tools.order_log.verify_log import verify_logs
 from tests.distributed.programs import watch_calls
@@ -30,12 +29,12 @@ Link = Callable[..., Transport]
 """``link(group)`` creates a transport that is recorded."""
 
 
-def record(rank: int, folder: str, batched: bool, call: Callable[..., Any], *given: Any) -> Any:
+def record(rank: int, folder: str, call: Callable[..., Any], *given: Any) -> Any:
     """Call ``call(rank, link, *given)``, with an order log in ``folder``."""
     log, made = OrderLog(Path(folder), rank, dist.get_world_size()), list[Transport]()
 
     def link(group: Any = None) -> Transport:
-        options = {"lanes": LANES, "timeout": PATIENT, "batched": batched, "order_log": log}
+        options = {"lanes": LANES, "timeout": PATIENT, "order_log": log}
         made.append(Transport.create(group, **options))
         return made[-1]
 
@@ -66,12 +65,9 @@ def of_cases(rank: int, link: Link, cases: list[Case]) -> None:
     """Run the cases; torch.distributed gets the posts of their programs and no others."""
     transport, posted, planned = link(), Counter[Any](), Counter[Any]()
 
-    def single(group: dist.ProcessGroup, _: object, peer: int, tag: int) -> None:
-        posted[transport.lane_groups.index(group), peer] += 1
-
     def batch(operations: list[dist.P2POp]) -> None:
         for p2p in operations:
-            single(p2p.group, p2p.tensor, p2p.peer, p2p.tag)
+            posted[transport.lane_groups.index(p2p.group), p2p.peer] += 1
 
     def begun(to: Transport, rule: Rule, _: str, __: object, schedule: Schedule, *___: Any) -> None:
         for post in rule.program(to.spec(schedule)).posts:
@@ -80,8 +76,6 @@ def of_cases(rank: int, link: Link, cases: list[Case]) -> None:
                 planned[transfer.lane, peer] += 1
 
     with quiet(), pytest.MonkeyPatch.context() as patch:
-        watch_calls(patch, executor, "post_send", single)
-        watch_calls(patch, executor, "post_receive", single)
         watch_calls(patch, dist, "batch_isend_irecv", batch)
         watch_calls(patch, Transport, "begin", begun)
         for case in cases:
@@ -90,10 +84,9 @@ def of_cases(rank: int, link: Link, cases: list[Case]) -> None:
     assert len(posted) > transport.size - 1, "on several lanes"
 
 
-@pytest.mark.parametrize("batched", [False, True], ids=["single", "batched"])
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 4))])
-def test_recorded_runs_are_proved(ranks, tmp_path, size: int, batched: bool) -> None:
-    ranks(size).run(record, str(tmp_path), batched, of_cases, drawn(size, 40))
+def test_recorded_runs_are_proved(ranks, tmp_path, size: int) -> None:
+    ranks(size).run(record, str(tmp_path), of_cases, drawn(size, 40))
     result = verify_logs([tmp_path])
     assert (result.faults, result.notes) == ([], [])
     assert result.operations >= 40 * size
@@ -119,7 +112,7 @@ def hangs(rank: int, link: Link) -> None:
 
 
 def test_a_run_that_failed_says_who_waits_for_whom(ranks, tmp_path) -> None:
-    ranks(2).run(record, str(tmp_path), False, hangs)
+    ranks(2).run(record, str(tmp_path), hangs)
     result = verify_logs([tmp_path])
     assert any("a transport of rank 0 broke" in note for note in result.notes)
     assert re.search("deadlock .*rank 0 waits .*rank 1 has nothing more to do", result.faults[0])
@@ -130,7 +123,7 @@ def test_slots_and_threads_of_a_log(tmp_path: Path) -> None:
     """A free slot is used again; lines name their thread where it changes, and back again."""
     log = OrderLog(tmp_path, 0, 1)
     for _ in range(2):
-        collective = log.collective(log.transport([0], True), "all_reduce", "sum", 4, "fp32")
+        collective = log.collective(log.transport([0]), "all_reduce", "sum", 4, "fp32")
         with ThreadPoolExecutor(1) as other:
             other.submit(collective, "await").result()
     log.close()
@@ -152,5 +145,5 @@ def test_a_full_disk_ends_the_recording_and_not_the_job(ranks, tmp_path, caplog)
     OrderLog(tmp_path, 0, 1).write("fail", 0, "another line")
     (warning,) = (r.message for r in caplog.records if "not recorded any more" in r.message)
     assert warning.startswith(f"{tmp_path}/rank_00000.jsonl: [Errno 28] No space left on device")
-    gathered = ranks(2).run(record, str(tmp_path), False, gathers)
+    gathered = ranks(2).run(record, str(tmp_path), gathers)
     assert gathered == [[[0.0, 0.0], [1.0, 1.0]]] * 2

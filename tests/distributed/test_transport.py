@@ -132,7 +132,7 @@ def test_programs_post_what_was_warmed_up_and_measured(rank: int, schedule: Sche
             for module in (executor, post_time, runtime_transport):
                 note = lambda _, lane, *__, kind=kind: posts.add((kind, id(lane), None))  # noqa: E731
                 watch_calls(patch, module, kind, note)
-        link = new_link(lanes=schedule.lanes_for(4), shape=schedule.shape, batched=True)
+        link = new_link(lanes=schedule.lanes_for(4), shape=schedule.shape)
         warmed_up = posted()
         post_time.post_seconds(link, schedule)
         measured = posted()
@@ -148,7 +148,7 @@ def test_programs_post_what_was_warmed_up_and_measured(rank: int, schedule: Sche
 
 @on_ranks(2)
 def test_the_profiler_shows_an_operation_by_its_name(rank: int) -> None:
-    link = transport(False)
+    link = transport()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         gather_and_use(link, torch.ones(2, 2), lambda *_: None)
     names = [event.name for event in profile.events() if event.name.startswith("CommFuse")]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -191,7 +192,7 @@ class _Transfer:
             self.works = post(messages, self._arrived)
         device.transfers.append(self)
 
-    def wait(self) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         works, self.works = self.works, []
         with _disable_current_modes():
             for work in works:

@@ -1,7 +1,5 @@
 """Random cases on a mock device; more with ``--random-cases``."""
 
-from dataclasses import replace
-
 import pytest
 
 from tests.distributed.programs import transport
@@ -14,8 +12,7 @@ from tests.random_networks.values import round_once
 
 def complaints(rank: int, case: Case) -> list[str]:
     """Differences from the plain form in a bit, and races."""
-    case = replace(case, batched=True)
-    link = transport(case.batched, case.lanes)
+    link = transport(case.lanes)
     with quiet(), round_once():
         with device() as mock:
             ours = run_case(case, "fused")

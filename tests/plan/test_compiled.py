@@ -7,7 +7,7 @@ from commfuse_npu.plan import RankSpec, Schedule
 from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import GatherGemm
 
-SPEC = RankSpec(Schedule(), 1, 4, True)
+SPEC = RankSpec(Schedule(), 1, 4)
 
 
 def test_programs_of_old_lengths_are_freed() -> None:

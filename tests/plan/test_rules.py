@@ -17,10 +17,10 @@ def order_of(program: Program) -> list[str]:
     arriving = {end.transfer.step: end.transfer.piece.split()[0] for end in ends}
     steps = []
     for step in program.code:
-        if isinstance(step, Post) and step.send is not None:
+        if isinstance(step, Post):
             steps.append(f"send {step.send.transfer.piece.split()[0]}")
-        elif isinstance(step, Wait) and step.receives and not step.on_side_stream:
-            pieces = dict.fromkeys(arriving[number] for number in step.receives)
+        elif isinstance(step, Wait) and not step.on_side_stream:
+            pieces = dict.fromkeys(arriving[number] for number in step.steps)
             steps.append(f"wait {' and '.join(pieces)}")
         elif isinstance(step, Compute):
             steps.append(step.work)
@@ -43,61 +43,47 @@ MADE, USED = ["make", "send block"], ["use", "wait block"]
 def test_blocks_are_sent_when_made_and_used_on_arrival(
     blocks: Blocks, uses: bool, wgrad: bool, order: list[str]
 ) -> None:
-    spec = RankSpec(Schedule(), 0, 3, batched=True)
+    spec = RankSpec(Schedule(), 0, 3)
     actual = order_of(rules.ExchangeBlocks(6, 4, blocks, uses, False, wgrad).program(spec))
     assert actual == order
-
-
-def test_receives_come_first_where_they_are_posted_by_themselves() -> None:
-    def compiled(chunks: int) -> Program:
-        spec = RankSpec(Schedule(chunks=chunks), 1, 4, batched=False)
-        return rules.GemmScatter(8, 16, 32).program(spec)
-
-    program = compiled(2)
-    first_send = next(n for n, post in enumerate(program.posts) if post.send is not None)
-    assert first_send == 2 * 3, "all receives have memory of their own"
-    program = compiled(4)
-    first_send = next(n for n, post in enumerate(program.posts) if post.send is not None)
-    assert first_send == 2 * 3, "two groups are under way; the others wait for their memory"
 
 
 def test_scratch_of_two_groups_is_used_again() -> None:
     elements = []
     for chunks in (2, 4):
-        spec = RankSpec(Schedule(chunks=chunks), 3, 8, batched=True)
+        spec = RankSpec(Schedule(chunks=chunks), 3, 8)
         elements.append(sum(rules.GemmScatter(64, 128, 4096).program(spec).regions.values()))
     assert elements[1] == elements[0] // 2
 
 
 def test_a_stream_waits_for_a_post_once() -> None:
-    """Waiting for the receive of a batch completes its send."""
-    program = rules.GatherGemm(4, 8, 8).program(RankSpec(Schedule(chunks=2), 0, 2, True))
-    assert list(program.awaited.values()) == [{0: ("receive", 0)}, {1: ("receive", 1)}, {}]
+    """Waiting for what a batch receives completes its send."""
+    program = rules.GatherGemm(4, 8, 8).program(RankSpec(Schedule(chunks=2), 0, 2))
+    waits = [step.steps for step in program.code if isinstance(step, Wait)]
+    assert waits == [(0,), (1,)]
 
 
 def test_a_program_reads_as_text() -> None:
-    text = str(rules.GemmScatter(4, 8, 8).program(RankSpec(Schedule(), 0, 2, True)))
+    text = str(rules.GemmScatter(4, 8, 8).program(RankSpec(Schedule(), 0, 2)))
     assert text.splitlines() == [
         "GemmScatter(rows=4, inputs=8, outputs=8), rank 0 of 2",
         "   0  product 0[4:8] = gemm(a[4:8], weight[0:8, 0:8])",
         "   1  post step 0, lane 0: partial for 1 -> rank 1, partial for 0 <- rank 1",
         "   2  product 0[0:4] = gemm(a[0:4], weight[0:8, 0:8])",
-        "   3  wait until received 0",
+        "   3  wait for step 0",
         "   4  out[0:4] = partials 0[0:4] + product 0[0:4]",
-        "   5  wait until sent 0",
     ]
 
 
-@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize(
     "rule",
     [rules.BucketGather(4099), rules.BucketScatter(4099, 1, 2), rules.ProduceScatter(67, 3)],
 )
-def test_compiling_takes_work_in_proportion_to_the_transfers(rule, batched) -> None:
+def test_compiling_takes_work_in_proportion_to_the_transfers(rule) -> None:
     """Counts function calls; compiling a shape for hundreds of ranks once took seconds."""
     counts = []
     for size in (16, 128):
-        spec, profile = RankSpec(Schedule(chunks=4, lanes=7), 1, size, batched), Profile()
+        spec, profile = RankSpec(Schedule(chunks=4, lanes=7), 1, size), Profile()
         profile.runcall(rule.program, spec)
         counts.append(sum(entry.callcount for entry in profile.getstats()))
     assert counts[1] < 12 * counts[0]

@@ -76,7 +76,7 @@ def test_plan_and_proof_need_no_torch() -> None:
         "import sys; sys.modules['torch'] = None\n"
         "from commfuse_npu.plan import RankSpec, Schedule, rules\n"
         "from commfuse_npu.proof import verify\n"
-        "specs = [RankSpec(Schedule(), rank, 2, True) for rank in range(2)]\n"
+        "specs = [RankSpec(Schedule(), rank, 2) for rank in range(2)]\n"
         "programs = [rules.GemmScatter(4, 4, 4).program(spec) for spec in specs]\n"
         "assert not verify.counter_examples(programs)\n"
     )
@@ -85,13 +85,13 @@ def test_plan_and_proof_need_no_torch() -> None:
 
 def test_from_three_ranks_on_a_chunk_is_one_collective() -> None:
     assert [default_shape(size) for size in (2, 3, 8)] == ["shifted", "collective", "collective"]
-    spec = RankSpec(Schedule(default_shape(4), chunks=2), 1, 4, True)
+    spec = RankSpec(Schedule(default_shape(4), chunks=2), 1, 4)
     program = rules.GatherGemm(4, 2, 3).program(spec)
     assert (program.count(Post), program.count(Collective), program.lanes) == (0, 2, 1)
 
 
 def test_what_is_no_linear_layer_goes_by_batches() -> None:
-    spec = RankSpec(Schedule("collective"), 0, 2, True)
+    spec = RankSpec(Schedule("collective"), 0, 2)
     with pytest.raises(PlanError, match="for tensor-parallel linear layers only; choose shifted"):
         rules.ProduceScatter(4, 2).program(spec)
 

@@ -21,9 +21,11 @@ from commfuse_npu.plan.program import Program
 from commfuse_npu.plan.rules import (
     BucketScatter,
     ColumnBackward,
+    ExchangeBlocks,
     GatherGemm,
     GatherUse,
     GemmScatter,
+    ProduceScatter,
     Rule,
 )
 from commfuse_npu.proof.cases import Case
@@ -35,22 +37,20 @@ Fault = Callable[[Code], object]
 """Changes the code of a rank in place."""
 
 
-def group(
-    rule: Rule, *, size: int = 3, lanes: int = 2, chunks: int = 1, batched: bool = True
-) -> Group:
-    return Case(rule, Schedule(lanes=lanes, chunks=chunks), size, batched).programs()
+def group(rule: Rule, *, chunks: int = 1) -> Group:
+    return Case(rule, Schedule(lanes=2, chunks=chunks), 3).programs()
 
 
-def gather(**options: Any) -> Group:
-    return group(GatherGemm(2, 2, 3), **options)
+def gather() -> Group:
+    return group(GatherGemm(2, 2, 3))
 
 
 def together(rule: Rule) -> Group:
-    return Case(rule, Schedule("collective", chunks=2), 3, True).programs()
+    return Case(rule, Schedule("collective", chunks=2), 3).programs()
 
 
-def scatter(**options: Any) -> Group:
-    return group(GemmScatter(2, 2, 4), **options)
+def scatter(chunks: int = 1) -> Group:
+    return group(GemmScatter(2, 2, 4), chunks=chunks)
 
 
 def changed(programs: Group, rank: int, fault: Fault) -> Group:
@@ -114,12 +114,6 @@ def posts(**ends: Any) -> Fault:
     return to_other_ends
 
 
-def a_send_with_a_receive(code: Code) -> None:
-    """A send and a receive in one post, though the transport posts them one by one."""
-    receive, place = code[at(code, Post)], at(code, Post, 2)
-    code[place] = Post(code[place].send, receive.receive)
-
-
 def added_too_late(code: Code) -> None:
     """The first sum comes after the GEMM that uses the memory of its own block again."""
     gemm, add = at(code, Compute, 2) + 1, at(code, Add)
@@ -132,31 +126,31 @@ USED = GatherUse(2, 2)
 FAULTS: dict[str, tuple[Group, Fault, str]] = {
     # Pairing and order.
     "swapped posts of two lanes, which only hangs while links are closed": (
-        gather(), move(Post, 1, Post, 0), "send of step 0 after that of step 1; there is no common",
+        gather(), move(Post, 1, Post, 0), "it posts step 0 after step 1; there is no common order",
     ),
-    "a missing receive": (
-        gather(), change(Post, receive=lambda end: None), "in batches a post is a send and a rec",
-    ),
+    "a missing post": (gather(), drop(Post), "it has posted no step 0"),
+    "a missing wait": (gather(), drop(Wait), "rank 0 never waits for block 0 from rank 0 to rank"),
     "a lane that does not exist": (
         gather(), posts(send={"lane": 2}, receive={"lane": 2}), "there is no lane 2 of 2",
     ),
     "two lanes in a batch": (gather(), posts(send={"lane": 1}), "a batch are of one step and lane"),
     "to itself": (gather(), posts(send={"target": 0}), "rank 0 to rank 0 .* is not between th"),
-    "a send in a receive's post": (
-        gather(batched=False), a_send_with_a_receive, "a post is a send and a receive, else one",
-    ),
-    "a wait before the send, on gloo": (
-        gather(batched=False), move(Wait, 0, Post, 2),
-        "it posts the send of step 0 after it has waited for step 1",
-    ),
     # Memory.
     "sums in a message": (
         group(BucketScatter(2, 1, 1)), posts(send={"buffer": "total", "start": 0, "stop": 2}),
         "has the dtype of sums",
     ),
     "memory used again while it is sent": (
-        scatter(chunks=4), move(Wait, 1, Compute, 2),
-        "writes product 2 where partial for 1 chunk 0 .* leaves, and has not waited for it",
+        group(ExchangeBlocks(3, 2, "made", False, True), chunks=3), drop(Wait),
+        "writes made 2 where block 0 for 1 chunk 0 .* leaves, and has not waited for it",
+    ),
+    "memory used again, and only the side stream waits": (
+        group(ProduceScatter(3, 2), chunks=3), drop(Wait, 1),
+        r"rows 5:6\)\): only the other stream has waited for the send of step 0",
+    ),
+    "a piece read before it arrives": (
+        group(ProduceScatter(3, 2), chunks=3), drop(Wait, 2),
+        "reads partials 1 where partial for 0 chunk 1 .* arrives, and has not waited for it",
     ),
     "memory used again while the other stream adds": (
         scatter(chunks=4), move(WaitEvent, 0, Compute, 2), "it races with rank 0, instruct",
@@ -167,7 +161,7 @@ FAULTS: dict[str, tuple[Group, Fault, str]] = {
     ),
     "a read of what the other stream writes": (
         group(GatherGemm(4, 2, 3, 2), chunks=2), drop(WaitEvent, -1),
-        r"wgrad.* it races with rank 0, instruction 18 \(aside: whole",
+        r"wgrad.* it races with rank 0, instruction 18 \(side stream: whole",
     ),
     "an end before the side stream's": (
         scatter(chunks=4), drop(WaitEvent, -1), "rank 0 ends without waiting for the side stream",

@@ -54,13 +54,13 @@ def long(*sizes: int) -> list[Any]:
     ],
 )
 def test_every_rule_holds(tmp_path: Path, size: int, chunks: Sequence[int]) -> None:
-    """Each set of programs is proved; one run of all is simulated by the rules of HCCL and gloo."""
+    """Each set of programs is proved; one run of all is simulated by the rules of HCCL."""
     logs = [OrderLog(tmp_path, rank, size) for rank in range(size)]
     for case in cases(size, chunks):
         programs = case.programs()
         assert counter_examples(programs) == [], str(case)
         for log, program in zip(logs, programs, strict=True):
-            transport = log.transport(range(size), case.batched)  # its links are not open yet
+            transport = log.transport(range(size))  # its links are not open yet
             entry = log.program(transport, program, str(case), "torch.float32")
             for at, step in enumerate(program.code):
                 if isinstance(step, Post | Collective | Wait):
@@ -93,7 +93,7 @@ def counts(program: Program) -> tuple[int, int, int]:
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_pieces_that_are_there_together_are_one_gemm(size: int, chunks: int) -> None:
     schedule, inner = Schedule(chunks=chunks), size // 2
-    spec = RankSpec(schedule, inner, size, True)
+    spec = RankSpec(schedule, inner, size)
     sides = 1 if size == 2 else 2
 
     gathered = GatherGemm(8, 2, 3).program(spec)

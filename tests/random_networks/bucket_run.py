@@ -17,7 +17,7 @@ from tests.random_networks.values import Found, drawn
 
 def run_buckets(case: BucketRun, form: Form, link: Transport | None = None) -> Found:
     """Start all buckets in order; each rank waits for them in its own order, some in between."""
-    link = link or transport(case.batched, case.lanes)
+    link = link or transport(case.lanes)
     dice, open_ = random.Random(f"{case.seed} {link.rank}"), dict[int, BucketExchange]()
     results: Found = {}
 

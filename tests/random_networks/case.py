@@ -104,7 +104,6 @@ class Network:
     last_first: bool = False
     gradients: bool = True
     lanes: int = LANES
-    batched: bool = False
     rounded: bool = False
 
 
@@ -155,7 +154,6 @@ class BucketRun:
     wide: bool = False
     scratch_bytes: int = 1 << 20
     lanes: int = LANES
-    batched: bool = False
     rounded: bool = False
 
 

@@ -68,7 +68,7 @@ def complaints(rank: int, case: Case, link: Transport | None = None) -> list[str
     """
     with quiet(), round_once():
         ours = run_case(case, "fused", link)
-        at_rest(link or transport(case.batched, case.lanes))
+        at_rest(link or transport(case.lanes))
         messages = differences(ours, run_case(case, "plain", link))
         if isinstance(case, Network) and case.rounded and len(case.layers) == 1:
             messages += distances(case, ours, run_case(case, "exact", link))

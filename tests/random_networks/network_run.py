@@ -47,7 +47,7 @@ class Call:
         self, case: Network, place: int = 0, form: Form = "fused", link: Transport | None = None
     ) -> None:
         self.case, self.layer, self.name = case, case.layers[place], f"layer {place}"
-        self.form, self.link = form, link or transport(case.batched, case.lanes)
+        self.form, self.link = form, link or transport(case.lanes)
         exact = not case.rounded and self.layer.op not in ATTENTION
         whole = exact or self.layer.op in BITS_OF_TORCH
         self.by_formula = form == "exact" or (form == "plain" and whole)
@@ -138,7 +138,7 @@ def input_of(
     case: Network, number: int = 0, form: Form = "fused", link: Transport | None = None
 ) -> torch.Tensor:
     """The input of the first layer on this rank in a micro-batch."""
-    rank = (link or transport(case.batched, case.lanes)).rank
+    rank = (link or transport(case.lanes)).rank
     rows = case.rows
     if case.layers[0].op not in FROM_SHARD:
         rows *= case.size

@@ -163,7 +163,6 @@ def _networks(draw: st.DrawFn, size: int, *first: str) -> Network:
         last_first=draw(st.booleans()),
         gradients=draw(st.sampled_from((*[True] * 9, False))),
         lanes=lanes,
-        batched=draw(st.booleans()),
         rounded=rounded,
     )
 
@@ -196,6 +195,5 @@ def _bucket_runs(draw: st.DrawFn, size: int) -> BucketRun:
         wide=wide,
         scratch_bytes=draw(st.sampled_from((1 << 20, 0, 100))),
         lanes=lanes,
-        batched=draw(st.booleans()),
         rounded=rounded,
     )

@@ -69,7 +69,7 @@ class GatherGemm(Rule):
             for j, run in enumerate(runs):
                 b.scratch(f"staged {j}", stacked * (run.stop - run.start), inputs)
         transfers = 1 if b.as_collective else max(1, b.peers)
-        ahead = max(1, _AHEAD // transfers) if b.spec.batched else chunks
+        ahead = max(1, _AHEAD // transfers)
 
         def post(j: int) -> None:
             if j >= chunks:

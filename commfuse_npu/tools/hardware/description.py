@@ -116,7 +116,6 @@ class Hardware:
         npus_per_host: NPUs of a server, which torchrun calls a node.
         npus_per_node: NPUs that share the links ``inside``; on a supernode those of several hosts.
         nodes: the most nodes of the machine.
-        batched: whether a step's send and receive complete as a unit (HCCL) or not (gloo).
         topologies: of the levels ``inside`` and, if there is more than one node, ``between``.
         figures: by dotted name: ``npu.cube_flops``, ``inside.rate``, ...
         deterministic: whether HCCL sums in a fixed order (``HCCL_DETERMINISTIC``, which MindSpeed's
@@ -128,7 +127,6 @@ class Hardware:
     npus_per_host: int
     npus_per_node: int
     nodes: int
-    batched: bool
     topologies: Mapping[str, LinkTopology]
     figures: Mapping[str, Figure] = field(repr=False)
     deterministic: bool = False
@@ -155,10 +153,9 @@ class Hardware:
             for row in [content[section][name]]
         }
         whole = {name: content[name] for name in _WHOLE}
-        batched = content["batched_transfers"]
         name = content["name"]
         topologies = {level: content[level]["topology"] for level in levels}
-        return cls(path, name, **whole, batched=batched, topologies=topologies, figures=figures)
+        return cls(path, name, **whole, topologies=topologies, figures=figures)
 
     def posting(self, seconds: float) -> Hardware:
         """A copy whose host takes ``seconds`` to post a batch and to wait for it."""
@@ -222,7 +219,6 @@ class Hardware:
             npus_per_node=self.npus_per_node,
             inside=inside,
             between=level("between"),
-            batched=self.batched,
         )
 
     @property
@@ -254,7 +250,7 @@ def _rules_of(section: str) -> Mapping[str, _FigureRule]:
 
 
 def _problems(content: Mapping[str, Any]) -> Iterator[str]:
-    names = ("name", *_WHOLE, "batched_transfers", *_RULES, *_TOPOLOGIES)
+    names = ("name", *_WHOLE, *_RULES, *_TOPOLOGIES)
     yield from _unknown(content, names, "")
     if not isinstance(content.get("name"), str) or not content["name"]:
         yield f"name: {content.get('name')!r} is not a name"
@@ -266,8 +262,6 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
             f"npus_per_host: {content['npus_per_host']} does not divide npus_per_node "
             f"{content['npus_per_node']}"
         )
-    if not isinstance(content.get("batched_transfers"), bool):
-        yield f"batched_transfers: {content.get('batched_transfers')!r} is not true or false"
     for section in (*_RULES, *_TOPOLOGIES):
         if section == "between" not in content and content.get("nodes") == 1:
             continue

@@ -74,7 +74,6 @@ class Machine:
     event_overhead: float
     inside: Level
     between: Level | None
-    batched: bool
     message_copies: float = 0.0
     coc_fused_hidden: float = 0.0
     coc_fused_hidden_gemm: float = 0.0

@@ -56,11 +56,11 @@ class MeasuredExchange:
 
     def begin(self) -> None:
         for swap in self.swaps:
-            self._works += post_swap(*swap, batched=self._transport.batched)
+            self._works += post_swap(*swap)
 
     def end(self) -> None:
         for work in self._works:
-            self._transport.wait_for(work)
+            work.wait()
         self._works = []
 
 
@@ -121,7 +121,7 @@ class Worker:
                 post = dist.isend if turn == self.rank else dist.irecv
                 operation = dist.P2POp(post, token, ranks[1 - self.rank], lane)
                 for work in dist.batch_isend_irecv([operation]):
-                    self.transport.wait_for(work)
+                    work.wait()
 
         pings = self._stopwatch.times(to_and_fro, scale.calls)
         halves = [seconds / (2 * _TURNS) for seconds in pings] if self.rank < 2 else []
@@ -166,7 +166,7 @@ class Worker:
         calls = 2 * scale.calls
         # One exchange per lane, all posted before the waits: a device overlaps them.
         exchange = MeasuredExchange(self.transport, 8)
-        posts = len(exchange.swaps) * (1 if self.transport.batched else 2)
+        posts = len(exchange.swaps)
         times = {"post": [seconds / posts for seconds in self._of_host(exchange.run, calls)]}
         if self._module is not None:
             times["GEMM"] = self._of_host(self._product(16, 16, 16), calls)

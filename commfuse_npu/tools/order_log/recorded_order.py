@@ -1,8 +1,6 @@
 """Reads order logs (:mod:`commfuse_npu.runtime.order_log`) and makes scripts to simulate of them.
 
-Each rank is compared with its programs line by line.  A run on gloo makes two scripts: by gloo's
-rules as recorded, and by HCCL's with the batched program of the same rule, each batch at the time
-of its send.
+Each rank is compared with its programs line by line.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from collections.abc import Hashable
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.plan.instructions import Collective, Instruction, Post, Transfer, Wait, line
@@ -25,21 +23,17 @@ from commfuse_npu.proof import rendezvous as simulation
 from commfuse_npu.proof.rendezvous import Group
 from commfuse_npu.runtime.order_log import VERSION
 
-__all__ = ["LogError", "Name", "RankLog", "Rules"]
+__all__ = ["LogError", "Name", "RankLog"]
 
 _MOST_KNOWN = 100_000
 _MOST_SHOWN = 300
-_ALL = 1 << 62
 
 _INVALID = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 """What an invalid line may raise."""
 
 _IN_LINE = BucketScatter, BucketGather
-"""Rules whose programs post batches in the order in which they began, each all of its own before
-the next; on gloo, without batches, posts may interleave (:mod:`commfuse_npu.ops.buckets`)."""
-
-Rules = Literal["recorded", "hccl"]
-"""``recorded``: those of the run's own backend."""
+"""Rules whose programs post in the order in which they began, each all of its own before the next
+(:mod:`commfuse_npu.ops.buckets`)."""
 
 
 class LogError(ValueError):
@@ -60,34 +54,29 @@ class Name(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """A program or a collective in a line: the facts that have to be equal on all ranks, and for a
-    program the recorded and the batched one."""
+    """A program or a collective (``None``) in a line, with the facts that have to be equal on all
+    ranks."""
 
     group: Group
     facts: dict[str, Any]
-    programs: tuple[Program, ...] = ()
+    program: Program | None = None
 
 
 class _RecordedRun:
     """A program or a collective that a rank began and has not finished.
 
     Attributes:
-        program, batched: ``None`` for a collective.
+        program: ``None`` for a collective.
         left: the indices of the program's remaining posts and waits.
-        ends: the ends that were posted together with a step's send or receive.
-        at, posted, due: of the batched program: next index, posts so far, posts allowed so far.
+        ends: what was posted in each step.
     """
 
-    def __init__(
-        self, name: Name, program: Program | None = None, batched: Program | None = None
-    ) -> None:
+    def __init__(self, name: Name, program: Program | None) -> None:
         self.name = name
         self.program = program
-        self.batched = batched
         code = enumerate(program.code if program else ())
         self.left = {at: step for at, step in code if isinstance(step, Post | Collective | Wait)}
-        self.ends: dict[tuple[Rules, str, int], tuple[simulation.TransferEnd, ...]] = {}
-        self.at = self.posted = self.due = 0
+        self.ends: dict[int, tuple[simulation.TransferEnd, ...]] = {}
 
 
 class RankLog:
@@ -103,7 +92,7 @@ class RankLog:
         lines: a hash of the lines.
         faults: where it did something else than its programs.
         did: operations, collectives and meetings of a group, with the facts that have to be equal.
-        actions: by set of rules and thread.
+        actions: by thread.
         operations, messages: their numbers.
 
     Raises:
@@ -116,7 +105,7 @@ class RankLog:
         self.slots: dict[int, _RecordedRun] = {}
         self.over = self.ended = False
         self.failures: list[str] = []
-        self._transports: dict[int, tuple[Group, bool]] = {}
+        self._transports: dict[int, Group] = {}
         # Cached, because most lines repeat.
         self._event = lru_cache(_MOST_KNOWN)(self._parsed)
         self._number = self._thread = 0
@@ -144,20 +133,14 @@ class RankLog:
         self.faults: list[str] = []
         self.did: defaultdict[tuple[Group, str], list[tuple[Name, dict[str, Any]]]]
         self.did = defaultdict(list)
-        self.actions: dict[Rules, defaultdict[int, list[simulation.Action]]]
-        self.actions = {"recorded": defaultdict(list), "hccl": defaultdict(list)}
+        self.actions: defaultdict[int, list[simulation.Action]] = defaultdict(list)
         self.operations = self.messages = 0
-        self._posted: Counter[tuple[Rules, Group]] = Counter()
+        self._posted: Counter[Group] = Counter()
         self._faulty: set[Name] = set()
-
-    @property
-    def gloo(self) -> bool:
-        """Whether a transport posts one by one."""
-        return not all(batched for _, batched in self._transports.values())
 
     def behind(self, most: Counter[tuple[Group, str]]) -> bool:
         """Whether another rank of a group has more operations, collectives or meetings so far."""
-        groups = {group for group, _ in self._transports.values()}
+        groups = self._transports.values()
         return any(self.counts[key] < most[key] for key in most if key[0] in groups)
 
     def read(self) -> None:
@@ -191,11 +174,11 @@ class RankLog:
         match json.loads(line):
             case [("begin" | "issue") as verb, slot, transport, facts]:
                 return verb, slot, self._begun(verb, transport, facts)
-            case ["transport" as verb, number, ranks, batched]:
+            case ["transport" as verb, number, ranks]:
                 members = {*ranks}
                 if len(members) < len(ranks) or not {self.rank} <= members <= {*range(self.size)}:
                     raise ValueError(f"rank {self.rank} of {self.size} has no such group")
-                self._transports[number] = Group(number, tuple(ranks)), batched
+                self._transports[number] = Group(number, tuple(ranks))
                 return verb, number, None
             case [("meet" | "fail" | "at") as verb, number, what]:
                 return verb, number, what
@@ -206,15 +189,14 @@ class RankLog:
         raise ValueError("this is no event")
 
     def _begun(self, verb: str, transport: int, facts: dict[str, Any]) -> _Begun:
-        group, batched = self._transports[transport]
+        group = self._transports[transport]
         facts = {**facts, "name": str(facts["name"])}
         if verb == "issue":
             return _Begun(group, facts | {fact: str(facts[fact]) for fact in ("kind", "bytes")})
         schedule = Schedule(**facts["schedule"])
         rule = RULES[facts["rule"]](*facts["arguments"])
-        spec = RankSpec(schedule, group.ranks.index(self.rank), len(group.ranks), batched)
-        programs = (rule.program(spec._replace(batched=way)) for way in (batched, True))
-        return _Begun(group, {**facts, "batched": batched}, tuple(programs))
+        spec = RankSpec(schedule, group.ranks.index(self.rank), len(group.ranks))
+        return _Begun(group, facts, rule.program(spec))
 
     # ------------------------------------------------------------------ what it did
 
@@ -235,10 +217,8 @@ class RankLog:
             else:
                 self._finish(running)
                 del self.slots[number]
-                for other in self.slots.values():
-                    self._go_on(other)
         elif verb == "meet":
-            name = self._name("meeting", self._transports[number][0], what, {"place": what})
+            name = self._name("meeting", self._transports[number], what, {"place": what})
             self._act(simulation.Meet(name.group, name.number, what))
         elif verb == "thread":
             self._thread = number
@@ -269,31 +249,28 @@ class RankLog:
         A collective is simulated as a message to and from every other rank, on a separate lane: its
         collectives have to match in order and size.
         """
-        group, facts, programs = begun
-        kind = "operation" if programs else "collective"
+        group, facts, program = begun
+        kind = "operation" if program else "collective"
         name = self._name(kind, group, facts["name"], facts)
-        running = self.slots[slot] = _RecordedRun(name, *programs)
+        running = self.slots[slot] = _RecordedRun(name, program)
         self.operations += 1
-        if programs:
+        if program:
             return
         own = group.ranks.index(self.rank)
         piece = "{kind} ({bytes} bytes)".format(**facts)
         peers = (peer for peer in range(len(group.ranks)) if peer != own)
         pairs = [pair for peer in peers for pair in ((own, peer), (peer, own))]
         ends = tuple(simulation.TransferEnd(name, Transfer(0, 0, *pair, piece)) for pair in pairs)
-        for rules in self.actions:
-            running.ends[rules, "send", 0] = ends
-            self._post(rules, group, "of collectives", ends)
+        running.ends[0] = ends
+        self._post(group, "of collectives", ends)
 
     def _finish(self, running: _RecordedRun) -> None:
         program = running.program
         if program is None:
-            self._act(simulation.WaitForEnds(running.ends["recorded", "send", 0]))
+            self._act(simulation.WaitForEnds(running.ends[0]))
             return
         for place in running.left:
             self._fault(running, f"finishes without {_line(program, place)}")
-        if not program.batched:
-            self._go_on(running, _ALL, in_line=False)
 
     def _at(self, running: _RecordedRun, place: int) -> None:
         program = running.program
@@ -304,36 +281,17 @@ class RankLog:
             wanted = _line(program, expected)
             self._fault(running, f"is at {actual} where its program has {wanted}")
         instruction = running.left.pop(place, None)
-        if instruction is None:
-            return
-        self._simulate("recorded", running, instruction)
-        if program.batched:
-            self._simulate("hccl", running, instruction)
-        elif not isinstance(instruction, Wait) and instruction.ends[0][0] == "send":
-            self._go_on(running, running.due + 1)
+        if instruction is not None:
+            self._simulate(running, instruction)
 
     # ------------------------------------------------------------------ scripts
 
     def _act(self, action: simulation.Action) -> None:
-        for threads in self.actions.values():
-            threads[self._thread].append(action)
+        self.actions[self._thread].append(action)
 
-    def _post(
-        self, rules: Rules, group: Group, lane: Hashable, ends: tuple[simulation.TransferEnd, ...]
-    ) -> None:
-        post = simulation.PostBatch(group, lane, ends, before=self._posted[rules, group])
-        self.actions[rules][self._thread].append(post)
-        self._posted[rules, group] += 1
-
-    def _go_on(self, running: _RecordedRun, due: int = 0, *, in_line: bool = True) -> None:
-        """Simulate the batched program of a run on gloo, up to ``due`` posts."""
-        running.due = max(running.due, due)
-        code = running.batched.code if running.batched else ()
-        if in_line and self._held(running):
-            return
-        while running.at < len(code) and running.posted < running.due:
-            running.at += 1
-            self._simulate("hccl", running, code[running.at - 1])
+    def _post(self, group: Group, lane: Hashable, ends: tuple[simulation.TransferEnd, ...]) -> None:
+        self._act(simulation.PostBatch(group, lane, ends, before=self._posted[group]))
+        self._posted[group] += 1
 
     def _held(self, running: _RecordedRun) -> bool:
         """Whether an earlier bucket operation has posts left, which have to come first."""
@@ -342,20 +300,20 @@ class RankLog:
             other.name.group == running.name.group
             and isinstance(other.program.rule, _IN_LINE)
             and isinstance(running.program.rule, _IN_LINE)
-            and other.posted < other.batched.steps
+            and any(isinstance(step, Post) for step in other.left.values())
             for other in earlier
-            if other.program and other.batched and running.program
+            if other.program and running.program
         )
 
-    def _simulate(self, rules: Rules, running: _RecordedRun, instruction: Instruction) -> None:
+    def _simulate(self, running: _RecordedRun, instruction: Instruction) -> None:
         name = running.name
         if isinstance(instruction, Wait):
             ends: list[simulation.TransferEnd] = []
-            for way, step in instruction.ends:
-                if (rules, way, step) not in running.ends:
-                    self._fault(running, f"waits for what step {step} {way}s, which is not posted")
-                ends += running.ends.get((rules, way, step), ())
-            self.actions[rules][self._thread].append(simulation.WaitForEnds(tuple(ends)))
+            for step in instruction.steps:
+                if step not in running.ends:
+                    self._fault(running, f"waits for step {step}, which is not posted")
+                ends += running.ends.get(step, ())
+            self._act(simulation.WaitForEnds(tuple(ends)))
         elif isinstance(instruction, Post | Collective):
             posted = tuple(
                 # With the number of rows, which has to be the same at both ends.
@@ -365,21 +323,11 @@ class RankLog:
                 for _, (transfer, span) in instruction.ends
                 if not transfer.stays
             )
-            running.ends |= {
-                (rules, way, end.transfer.step): posted for way, end in instruction.ends
-            }
-            if rules == "recorded":
-                self.messages += len(posted)
-            else:
-                running.posted += 1
-                if self._held(running):
-                    self._fault(running, "posts before an earlier bucket has posted all of its own")
-            step, lane, source, *_ = posted[0].transfer
-            # On gloo messages match by tag, as if each had its own lane.
-            alone = rules == "recorded" and running.program and not running.program.batched
-            tagged = alone and isinstance(instruction, Post)
-            queue = f"{lane}, tag {name.number}.{step}.{source}," if tagged else lane
-            self._post(rules, name.group, queue, posted)
+            running.ends[instruction.transfer.step] = posted
+            self.messages += len(posted)
+            if self._held(running):
+                self._fault(running, "posts before an earlier bucket has posted all of its own")
+            self._post(name.group, instruction.transfer.lane, posted)
 
 
 def _line(program: Program, place: int) -> str:

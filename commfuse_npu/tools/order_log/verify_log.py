@@ -10,8 +10,8 @@ It checks the files that :mod:`commfuse_npu.runtime.order_log` wrote:
 4. *no deadlock*: with the programs and collectives that were in flight, every rank finishes.
 
 1 is checked line by line (:mod:`.recorded_order`).  3 and 4 follow HCCL's rules
-(:mod:`commfuse_npu.proof.rendezvous`), with communicators created at first use; a run on gloo is
-also simulated by gloo's rules.
+(:mod:`commfuse_npu.proof.rendezvous`), with communicators created at first use, also for a run on
+gloo, which posts the same.
 
 The part between two cuts (:func:`_read_to_cuts`) is checked by itself, and only once if it repeats.
 
@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
-from commfuse_npu.proof.rendezvous import Group, Rendezvous, Script, Stuck
-from commfuse_npu.tools.order_log.recorded_order import LogError, RankLog, Rules
+from commfuse_npu.proof.rendezvous import Group, Rendezvous, Script
+from commfuse_npu.tools.order_log.recorded_order import LogError, RankLog
 
 __all__ = ["Verdict", "verify_logs"]
 
@@ -99,27 +99,17 @@ def _hold_together(
         first, *peers = (ranks[rank] for rank in key[0].ranks)
         for peer in peers:
             faults += _difference(key, first, peer, whole)
-    stuck = [_stuck(ranks, "recorded", None, whole)] if any(rank.gloo for rank in ranks) else []
-    # A rank that blocks with open links also blocks with closed ones.
-    stuck.append(_stuck(ranks, "hccl", links, whole))
-    ends = [end for end in stuck if end is not None]
-    certain = [end for end in ends if end.certain]
-    if certain:
-        faults.insert(0, certain[0].text)
-    elif ends:
-        found.notes.append(f"when the files end, {ends[0].text.partition(': ')[2]}")
-    found.faults += faults[:_MOST_FAULTS]
-
-
-def _stuck(
-    ranks: Sequence[RankLog], rules: Rules, opened: set[_Link] | None, whole: bool
-) -> Stuck | None:
     scripts = [
         Script(rank.rank, actions, open_ended=not (whole or rank.ended))
         for rank in ranks
-        for actions in (rank.actions[rules] or {0: []}).values()
+        for actions in (rank.actions or {0: []}).values()
     ]
-    return Rendezvous(scripts, opened=opened).simulate()
+    stuck = Rendezvous(scripts, opened=links).simulate()
+    if stuck is not None and stuck.certain:
+        faults.insert(0, stuck.text)
+    elif stuck is not None:
+        found.notes.append(f"when the files end, {stuck.text.partition(': ')[2]}")
+    found.faults += faults[:_MOST_FAULTS]
 
 
 def _difference(

@@ -153,10 +153,9 @@ class Simulated:
         for task in tasks:
             operation = task.operation
             needs = set(operation.after)
-            if operation.engine is not None:
-                if operation.engine in last:
-                    needs.add(last[operation.engine])
-                last[operation.engine] = task.index
+            if operation.engine in last:
+                needs.add(last[operation.engine])
+            last[operation.engine] = task.index
             for need in needs:
                 tasks[need].followers.append(task)
             task.waits = len(needs)

@@ -45,7 +45,7 @@ class Operation(NamedTuple):
     """One launch.
 
     Attributes:
-        engine: ``compute``, ``aside``, a lane's name, or ``None`` for an operation without order.
+        engine: ``compute``, ``aside`` or a lane's name.
         seconds: work at full speed; 0 for exchanges.
         sends, receives: messages; the operation is complete when all of them are.
         after: indices of operations of the same rank that must complete first.
@@ -55,7 +55,7 @@ class Operation(NamedTuple):
     """
 
     name: str
-    engine: str | None
+    engine: str
     seconds: float = 0.0
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()

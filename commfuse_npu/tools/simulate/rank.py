@@ -5,8 +5,7 @@ The cost of its instructions:
 
 =============  =====================================================================================
 ``Post``       the host's ``post_overhead``, and a transfer on its lane, with a copy through the
-               buffers of its communicator at both ends (read in HCCL); without ``batched`` for each
-               receive and each send
+               buffers of its communicator at both ends (read in HCCL)
 ``Wait``       nothing: its host time is part of the post; the work and the transfers that follow
                start when the transfers that it names are complete
 Compute        a launch, and the seconds of its GEMM
@@ -145,25 +144,15 @@ class Rank:
             self.compute("end", 0.0, launches=0)
         return self.operations
 
-    def _exchange(self, exchange: Operation, after: Iterable[int] = ()) -> tuple[int, int]:
-        """Add transfers on a lane; returns the operations that complete receives and sends.
+    def _exchange(self, exchange: Operation, after: Iterable[int] = ()) -> int:
+        """Add transfers on a lane, which complete together; returns the index of the operation.
 
         As with torch's process groups, they start after all work that was launched before them.
-        With HCCL the send and the receive of a step complete together.  With gloo a receive does
-        not occupy a lane, and a send occupies its lane until it completes.
         """
         needs = self._pending[COMPUTE].union(after)
         if COMPUTE in self._last:
             needs.add(self._last[COMPUTE])
-        if self.machine.batched:
-            index = self.add(exchange, needs)
-            return index, index
-        received = sent = -1
-        if exchange.receives:
-            received = self.add(exchange._replace(engine=None, sends=()), needs)
-        if exchange.sends:
-            sent = self.add(exchange._replace(receives=()), needs)
-        return received, sent
+        return self.add(exchange, needs)
 
     def _key(self, name: str) -> Key:
         """A key prefix that no other operation of this rank uses; the same on all ranks."""
@@ -232,7 +221,7 @@ class Rank:
         lane = RING if name == RING else _COLLECTIVE
         host = (launches, 0, EVENTS * launches)
         exchange = Operation(name, lane, 0.0, tuple(sends), tuple(receives), (), *host)
-        return self._exchange(exchange, after)[:1]
+        return (self._exchange(exchange, after),)
 
     # ------------------------------------------------------------- programs
 
@@ -245,7 +234,7 @@ class Rank:
         """The schedule and the rank for which a program is compiled."""
         schedule = self.way(operation)
         assert isinstance(schedule, Schedule)
-        return RankSpec(schedule, self.rank, self.size, self.machine.batched)
+        return RankSpec(schedule, self.rank, self.size)
 
     def run(
         self,
@@ -286,7 +275,7 @@ class Rank:
             rows = instruction.outs[0].rows
             return self.machine.memory(copied) + self.machine.gemm(rows, width(a), width(b))
 
-        exchanged: dict[tuple[str, int], int] = {}
+        exchanged: dict[int, int] = {}
         events: dict[int, set[int]] = {}
         for instruction in program.code:
             engine = ASIDE if uses_side_stream(instruction) else COMPUTE
@@ -299,11 +288,9 @@ class Rank:
                 receives = tuple(message(end) for way, end in away if way == "receive")
                 host = (0, 1, 0) if isinstance(instruction, Post) else (1, 0, EVENTS)
                 exchange = Operation(name, lane, 0.0, sends, receives, (), *host)
-                posted = self._exchange(exchange)
-                for way, end in instruction.ends:
-                    exchanged[way, end.transfer.step] = posted[way == "send"]
+                exchanged[transfer.step] = self._exchange(exchange)
             elif isinstance(instruction, Wait):
-                self.need((exchanged[end] for end in instruction.ends), engine)
+                self.need((exchanged[step] for step in instruction.steps), engine)
             elif isinstance(instruction, Compute):
                 if instruction.work == "wgrad":
                     yield

@@ -59,7 +59,7 @@ class Baseline(CollectiveTransport):
         blocks = out.chunk(self.size)
         works = list[Any]()
         for lane, target, source in self._hops:
-            works += post_swap(lane, shard, blocks[source], target, source, batched=False)
+            works += post_swap(lane, shard, blocks[source], target, source)
         blocks[self.rank].copy_(shard)
         exchange = _ExchangeWork(self, works)
         return exchange if async_op else exchange.wait()
@@ -73,7 +73,7 @@ class Baseline(CollectiveTransport):
         # The first partial arrives directly in the sum.
         partials = [out, *(torch.empty_like(out) for _ in self._hops[1:])]
         for (lane, target, source), part in zip(self._hops, partials, strict=True):
-            works += post_swap(lane, blocks[target], part, target, source, batched=False)
+            works += post_swap(lane, blocks[target], part, target, source)
 
         def add() -> None:
             for other in (*partials[1:], blocks[self.rank]):
@@ -128,7 +128,7 @@ class Blocking(CollectiveRun):
         return self._posted(self._transport.all_gather, whole, shard)
 
     def reduce_scatter(self, whole: torch.Tensor, *, out: str) -> None:
-        self._posted(self._transport.reduce_scatter, self._tensors[out], whole)
+        self._posted(self._transport.reduce_scatter, self._given[out], whole)
 
     def _posted(
         self, collective: Callable[..., Any], out: torch.Tensor, source: torch.Tensor
@@ -155,7 +155,7 @@ class Computation(Blocking):
         return known[shard.shape]
 
     def reduce_scatter(self, whole: torch.Tensor, *, out: str) -> None:
-        self._tensors[out].copy_(self.own_block(whole))
+        self._given[out].copy_(self.own_block(whole))
 
 
 class MegatronOrder(Blocking):
@@ -230,12 +230,12 @@ class Sliced(Blocking):
             return a
         for run, part in self._parts[id(a)]:
             product = super().gemm(part, b, ())
-            self._blocks(self._tensors[out])[:, run].copy_(self._blocks(product))
-        return self._tensors[out]
+            self._blocks(self._given[out])[:, run].copy_(self._blocks(product))
+        return self._given[out]
 
     def reduce_scatter(self, whole: torch.Tensor, *, out: str) -> None:
         a, b = self._factors
-        into = self._tensors[out]
+        into = self._given[out]
         for run in self._runs(into.shape[0]):
             rows = self._blocks(a)[:, run].flatten(0, 1)
             product = super().gemm(rows, b, ())

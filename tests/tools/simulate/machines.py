@@ -34,7 +34,6 @@ IDEAL = Machine(
     event_overhead=0.0,
     inside=Level("full_mesh", 1.0, 0.0),
     between=None,
-    batched=True,
 )
 """Links of 1 byte/s, no latency, no overhead, free memory."""
 

@@ -39,15 +39,14 @@ def shape(ranks: int) -> LayerShape:
     number=st.integers(0, 99),
     part=st.sampled_from(["forward", "backward", "head_forward", "head_backward"]),
     topology=st.sampled_from(["full_mesh", "switched", "nic_per_npu"]),
-    batched=st.booleans(),
 )
-@example(4, [v.name for v in variants(3)].index("MC2"), "forward", "switched", True)
+@example(4, [v.name for v in variants(3)].index("MC2"), "forward", "switched")
 def test_every_timeline_holds_and_one_rank_stands_for_all(
-    size: int, number: int, part: str, topology: str, batched: bool
+    size: int, number: int, part: str, topology: str
 ) -> None:
     over_nics = topology == "nic_per_npu"
     inside = replace(MACHINE.inside, topology="full_mesh" if over_nics else topology)
-    machine = replace(MACHINE, inside=inside, batched=batched)
+    machine = replace(MACHINE, inside=inside)
     if over_nics:
         machine = replace(machine, between=Level(topology, 1.0e10, 2.0e-5), npus_per_node=2)
     choices = [*variants(size - 1), OVERLAP]
