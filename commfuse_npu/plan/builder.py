@@ -197,7 +197,6 @@ class Builder:
         # By step: the place of its post; and by stream, of the wait for it.
         posts: dict[int, int] = {}
         waits: dict[tuple[int, bool], int] = {}
-        # Event number by the index of the instruction before which it is recorded.
         events: dict[int, int] = {}
         for instruction in (*self._code, _SETTLE):
             reads, writes = accesses(instruction)
@@ -235,13 +234,21 @@ class Builder:
             ordered.append(instruction)
         if side.last >= first.known:
             ordered.append(WaitEvent(events.setdefault(side.last + 1, len(events))))
-        result: list[Instruction] = []
-        for at, instruction in enumerate(ordered):
-            if at in events:
-                # On the stream of the instruction before it.
-                result.append(RecordEvent(events[at], at > 0 and uses_side_stream(ordered[at - 1])))
-            result.append(instruction)
-        return result
+        return _recorded(ordered, events)
+
+
+def _recorded(code: Sequence[Instruction], events: Mapping[int, int]) -> list[Instruction]:
+    """The code with a :class:`RecordEvent` on the stream of the instruction before it.
+
+    Args:
+        events: the number of the event by the index of the instruction before which it is recorded.
+    """
+    recorded: list[Instruction] = []
+    for at, instruction in enumerate(code):
+        if at in events:
+            recorded.append(RecordEvent(events[at], at > 0 and uses_side_stream(code[at - 1])))
+        recorded.append(instruction)
+    return recorded
 
 
 @lru_cache(maxsize=1 << 14)
