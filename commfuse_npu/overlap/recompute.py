@@ -18,6 +18,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -128,29 +129,22 @@ class _Recomputed(NamedTuple):
     outputs: Any
 
 
+@dataclass(eq=False)
 class _Checkpoint:
     """The function of a checkpoint: first called by its forward, then by its backward."""
 
-    def __init__(
-        self,
-        ahead: RecomputeAhead,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        states: Sequence[PassState],
-        before: _Checkpoint | None,
-        autocast: Autocast | None,
-        known: Callable[[], bool],
-    ) -> None:
-        self.in_forward = True
-        self._ahead = ahead
-        self._function = function
-        self._known = known
-        self._args: tuple[Any, ...] | None = args
-        self._states = states
-        self._random = save_states(states)
-        self._before = before
-        self._autocast = autocast
-        self._made: _Recomputed | None = None
+    _ahead: RecomputeAhead
+    _function: Callable[..., Any]
+    _args: tuple[Any, ...] | None
+    _states: Sequence[PassState]
+    _before: _Checkpoint | None
+    _autocast: Autocast | None
+    _known: Callable[[], bool]
+    _made: _Recomputed | None = None
+    in_forward: bool = True
+
+    def __post_init__(self) -> None:
+        self._random = save_states(self._states)
 
     def __call__(self, *args: Any) -> Any:
         if self.in_forward:

@@ -175,30 +175,35 @@ def _recorded(
     return _log.collective(_groups[group], name, of, size, tensor.dtype)
 
 
-def _functional_wait(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the wait for a functional collective (of DTensor, too); it does not know its group."""
+def _preceded(function: Callable[..., Any], act: Callable[..., object]) -> Callable[..., Any]:
+    """Wrap a function of one object: in a pass, ``act(turns, object)`` comes before it."""
 
     @functools.wraps(function)
-    def wait_tensor(tensor: torch.Tensor) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         turns = active_turns()
         if turns is not None:
-            turns.reach_point("wait of a functional collective", hands_over=True, fills=True)
-        return function(tensor)
+            act(turns, *args[:1])
+        return function(*args, **kwargs)
 
-    return wait_tensor
+    return call
 
 
-def _event_synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the host's wait for an event."""
+def _wait_functional(turns: Turns, *_: Any) -> None:
+    """Before the wait for a functional collective (of DTensor, too); it does not know its group."""
+    turns.reach_point("wait of a functional collective", hands_over=True, fills=True)
 
-    @functools.wraps(function)
-    def synchronize(event: Any) -> Any:
-        turns = active_turns()
-        if turns is not None and _waits_here(sys._getframe(1)):
-            turns.reach_point("wait of the host", hands_over=True)
-        return function(event)
 
-    return synchronize
+def _wait_for_event(turns: Turns, _: Any) -> None:
+    """Before the host's wait for an event."""
+    _reach_host_wait(turns, sys._getframe(2))
+
+
+_event_synchronize = functools.partial(_preceded, act=_wait_for_event)
+
+
+def _reach_host_wait(turns: Turns, caller: FrameType) -> None:
+    if _waits_in and caller.f_globals.get("__name__", "").startswith(_waits_in):
+        turns.reach_point("wait of the host", hands_over=True)
 
 
 def _stream_synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,28 +215,27 @@ def _stream_synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
         if turns is None:
             return function(stream)
         event = stream.record_event()
-        if _waits_here(sys._getframe(1)):
-            turns.reach_point("wait of the host", hands_over=True)
+        _reach_host_wait(turns, sys._getframe(1))
         with turns.paused():
             return event.synchronize()
 
     return synchronize
 
 
-def _waits_here(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").startswith(_waits_in) if _waits_in else False
+def _refuse_ddp(_: Turns, model: Any) -> None:
+    if model.require_backward_grad_sync and torch.is_grad_enabled():
+        raise RuntimeError(
+            "DistributedDataParallel outside of no_sync() in a pass: a second forward before the "
+            "backward leaves gradients unreduced; run passes within model.no_sync(), and the "
+            "forward and backward of the last micro-batch by themselves after it"
+        )
 
 
-def _refused(function: Callable[..., Any], why: str, applies: Callable[..., Any]) -> Any:
-    """Wrap a function so that it raises in a pass, if ``applies`` to its first argument."""
-
-    @functools.wraps(function)
-    def refuse(first: Any, *args: Any, **kwargs: Any) -> Any:
-        if active_turns() is not None and applies(first):
-            raise RuntimeError(why)
-        return function(first, *args, **kwargs)
-
-    return refuse
+def _refuse_fully_sharded(*_: Any) -> None:
+    raise RuntimeError(
+        "a fully sharded module in a pass: a backward would free or re-gather parameters that the "
+        "forward beside it uses; run its micro-batches one after the other"
+    )
 
 
 @functools.cache
@@ -243,19 +247,13 @@ def hook_collectives() -> None:
         for name, wait_hands_over in _WAIT_HANDS_OVER.items()
         if hasattr(c10d, name)
     ]
-    wraps.append((functional, "wait_tensor", _functional_wait))
+    wraps.append((functional, "wait_tensor", functools.partial(_preceded, act=_wait_functional)))
     for name, wrapper in (("Event", _event_synchronize), ("Stream", _stream_synchronize)):
         # A set, because torch_npu may have replaced CUDA's class by its own.
         owners = {getattr(getattr(torch, device, None), name, None) for device in ("cuda", "npu")}
         wraps += [(owner, "synchronize", wrapper) for owner in owners - {None}]
-    refused = functools.partial(
-        _refused,
-        why="DistributedDataParallel outside of no_sync() in a pass: a second forward before the "
-        "backward leaves gradients unreduced; run passes within model.no_sync(), and the forward "
-        "and backward of the last micro-batch by themselves after it",
-        applies=lambda model: model.require_backward_grad_sync and torch.is_grad_enabled(),
-    )
-    wraps.append((torch.nn.parallel.DistributedDataParallel, "forward", refused))
+    ddp = torch.nn.parallel.DistributedDataParallel
+    wraps.append((ddp, "forward", functools.partial(_preceded, act=_refuse_ddp)))
     _wrap(wraps)
 
 
@@ -267,14 +265,7 @@ def _refuse_fsdp() -> None:
     ):
         target = getattr(sys.modules.get(module), owner, None)
         if target is not None and not hasattr(getattr(target, name), "__wrapped__"):
-            refused = functools.partial(
-                _refused,
-                why="a fully sharded module in a pass: a backward would free or re-gather "
-                "parameters that the forward beside it uses; run its micro-batches one after the "
-                "other",
-                applies=lambda _: True,
-            )
-            _wrap([(target, name, refused)])
+            _wrap([(target, name, functools.partial(_preceded, act=_refuse_fully_sharded))])
 
 
 def _wrap(wraps: Iterable[tuple[Any, str, Callable[..., Any]]]) -> None:
