@@ -20,7 +20,7 @@ Rehearsed on CPU with MindSpeed-LLM and stand-ins, never run on an NPU.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from commfuse_npu.runtime.child_process import die_with_parent
 from mindspeed_patches import launch
-from mindspeed_patches.patching import around
+from mindspeed_patches.patching import Function, around
 from mindspeed_patches.registration import install, wrap_training
 from mindspeed_patches.state_hashes import TrainedState, hash_over_ranks
 
@@ -65,7 +65,7 @@ class MeasuredRun(TrainedState):
         wrap_training(self.setup_model_and_optimizer_wrapper)
 
     @around
-    def posted_wrapper(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def posted_wrapper(self, collective: Function, *args: Any, **kwargs: Any) -> Any:
         work = collective(*args, **kwargs)
         group = kwargs.get("group")
         if kwargs.get("async_op") and group is not None and group is _tensor_parallel_group():

@@ -18,7 +18,7 @@ the modules that contain them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from commfuse_npu.launch.refusals import EXPERTS, RECOMPUTED, IncompatibleOption
 from mindspeed_patches.core_attention import softmax_scale
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import layer_name
-from mindspeed_patches.patching import around
+from mindspeed_patches.patching import Function, around
 from mindspeed_patches.self_attention import attention_arguments
 from mindspeed_patches.ulysses_wrappers import innermost
 from mindspeed_patches.wrappers import LinearWrappers
@@ -62,7 +62,7 @@ class StartReport:
 
     @around
     def get_model_wrapper(
-        self, get_model: Callable[..., Any], provider: Any, *args: Any, **kwargs: Any
+        self, get_model: Function, provider: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """``get_model(provider, model_type, wrap_with_ddp=True)``, a list of model chunks."""
         model = get_model(provider, *args, **kwargs)

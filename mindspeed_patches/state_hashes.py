@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mindspeed_patches.patching import around
+from mindspeed_patches.patching import Function, around
 
 
 class TrainedState:
@@ -20,9 +20,7 @@ class TrainedState:
         self.optimizer: Any = None
 
     @around
-    def setup_model_and_optimizer_wrapper(
-        self, setup: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def setup_model_and_optimizer_wrapper(self, setup: Function, *args: Any, **kwargs: Any) -> Any:
         result = setup(*args, **kwargs)
         self.chunks, self.optimizer = result[:2]
         return result

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from commfuse_npu.plan.slots import slots
 from mindspeed_patches.core_pieces import Piece
+from mindspeed_patches.fb_overlap.state_owners import Models
 
 _CORE = "megatron.core"
 _SCHEDULES = f"{_CORE}.pipeline_parallel.schedules"
@@ -116,40 +118,49 @@ state."""
 
 
 class StepLayout:
-    """Model chunks and groups of a step, from its ``pg_collection`` or else the parallel state."""
+    """Model chunks and groups of a step, from its ``pg_collection`` or else the parallel state.
+
+    Args:
+        step: the arguments of its schedule.
+    """
 
     def __init__(self, step: dict[str, Any]) -> None:
         from megatron.core import parallel_state
 
+        self.step = step
         models = step["model"]
         self.models: list[torch.nn.Module] = models if isinstance(models, list) else [models]
-        groups = self._given = _given_groups(step)
-        self.pipeline: dist.ProcessGroup | None
-        if groups is None:
-            self.tensor = parallel_state.get_tensor_model_parallel_group()
-            self.context = parallel_state.get_context_parallel_group()
-            self.pipeline = parallel_state.get_pipeline_model_parallel_group()
-        else:
-            self.tensor = groups.tp
-            self.context = groups.cp
-            # Without a pipeline, a collection needs no group of stages.
-            self.pipeline = getattr(groups, "pp", None)
+        groups = self._groups = _given_groups(step) or SimpleNamespace(
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            cp=parallel_state.get_context_parallel_group(),
+            pp=parallel_state.get_pipeline_model_parallel_group(),
+            tp_dp_cp=parallel_state.get_tensor_and_data_parallel_group(True),
+        )
+        self.tensor: dist.ProcessGroup = groups.tp
+        self.context: dist.ProcessGroup = groups.cp
+        # Without a pipeline, a collection needs no group of stages.
+        self.pipeline: dist.ProcessGroup | None = getattr(groups, "pp", None)
         # All ranks of the stage; ``None`` if the caller has groups of its own without this one.
         self.replicas: dist.ProcessGroup | None = getattr(groups, "tp_dp_cp", None)
-        if groups is None:
-            self.replicas = parallel_state.get_tensor_and_data_parallel_group(True)
         self.stages: int = 1 if self.pipeline is None else self.pipeline.size()
         self.stage: int = 0 if self.pipeline is None else self.pipeline.rank()
 
-    def shape(self, microbatches: int) -> tuple[int, int, int, int]:
+    @property
+    def config(self) -> Any:
+        """The config of the model."""
+        from megatron.core import utils
+
+        return utils.get_model_config(self.models[0])
+
+    def shape(self) -> tuple[int, int, int, int]:
         """Arguments of :func:`~commfuse_npu.plan.slots.slots` for this rank."""
-        return self.stages, self.stage, len(self.models), microbatches
+        return self.stages, self.stage, len(self.models), self.step["num_microbatches"]
 
     def maximum(self, values: torch.Tensor) -> list[Any]:
         """The largest of each number among the ranks that train these models; a collective."""
         groups = [self.replicas, self.pipeline]
         if self.replicas is None:
-            groups += [getattr(self._given, name, None) for name in ("tp", "cp", "dp", "dp_cp")]
+            groups += [getattr(self._groups, name, None) for name in ("tp", "cp", "dp", "dp_cp")]
         for group in groups:
             if group is not None:
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
@@ -161,15 +172,13 @@ class StepLayout:
         Those are of experts, and of buckets that are reduced or gathered meanwhile.  Otherwise
         replicas may differ in their passes, whose collectives may depend on the data.
         """
-        from megatron.core import utils
-
         sharding = [getattr(model, "ddp_config", None) for model in self.models]
         joined = any(
             getattr(config, name, config is None)
             for config in sharding
             for name in ("overlap_grad_reduce", "overlap_param_gather")
         )
-        experts = getattr(utils.get_model_config(self.models[0]), "num_moe_experts", None)
+        experts = getattr(self.config, "num_moe_experts", None)
         return self.replicas if joined or experts else None
 
     def hidden(self) -> list[dist.ProcessGroup]:
@@ -182,7 +191,7 @@ class StepLayout:
             for name, value in vars(parallel_state).items()
         }
         values: list[Any] = [state.get(name) for name in _HIDDEN.values()]
-        values += [getattr(self._given, name, None) for name in _HIDDEN]
+        values += [getattr(self._groups, name, None) for name in _HIDDEN]
         hybrid = sys.modules.get("mindspeed.core.context_parallel.model_parallel_utils")
         values += vars(hybrid).values() if hybrid is not None else ()
         groups = (
@@ -191,17 +200,16 @@ class StepLayout:
         return list({id(group): group for group in groups}.values())
 
 
-def exchange(
-    step: dict[str, Any], config: Any, pipeline: dist.ProcessGroup | None
-) -> Callable[..., Any]:
+def exchange(layout: StepLayout) -> Callable[..., Any]:
     """The installed version's function that exchanges tensors with both neighbors in a pipeline."""
     from megatron.core.pipeline_parallel import p2p_communication
 
     communicator = getattr(p2p_communication, "P2PCommunicator", None)
     if communicator is None:
         function = p2p_communication.send_forward_backward_recv_forward_backward
-        return functools.partial(function, config=config)
-    communicate = step.get("p2p_communicator") or communicator(pipeline, config)
+        return functools.partial(function, config=layout.config)
+    given = layout.step.get("p2p_communicator")
+    communicate = given or communicator(layout.pipeline, layout.config)
     return communicate.send_forward_backward_recv_forward_backward
 
 
@@ -218,7 +226,7 @@ def groups_obstacle(step: dict[str, Any]) -> str | None:
     return f"{type(groups).__name__}: the parts of the model have groups of their own"
 
 
-def obstacle(models: Sequence[torch.nn.Module], config: Any) -> str | None:
+def obstacle(models: Models, config: Any) -> str | None:
     """Why these models cannot overlap, starting with the name of the setting; ``None`` if they
     can."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -250,11 +258,13 @@ def obstacle(models: Sequence[torch.nn.Module], config: Any) -> str | None:
     return None
 
 
-def alone(step: dict[str, Any], layout: StepLayout, config: Any) -> str | None:
+def alone(layout: StepLayout) -> str | None:
     """Why no forward of this step can run beside a backward; ``None`` if it can."""
     from megatron.core import utils
     from megatron.core.pipeline_parallel import p2p_communication
 
+    step = layout.step
+    config = layout.config
     chunks = len(layout.models)
     # A model of MindSpeed-LLM's fine-tuning has no type.
     if getattr(utils.get_model_type(layout.models[0]), "name", None) == "encoder_and_decoder":
@@ -278,7 +288,7 @@ def alone(step: dict[str, Any], layout: StepLayout, config: Any) -> str | None:
     if communicator is not None and type(communicator) is not p2p_communication.P2PCommunicator:
         return f"{type(communicator).__name__}: stages do not exchange one tensor"
     try:
-        slots(*layout.shape(step["num_microbatches"]))
+        slots(*layout.shape())
     except ValueError as error:
         return str(error)
     return None

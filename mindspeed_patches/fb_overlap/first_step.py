@@ -48,7 +48,6 @@ class FirstStep:
 
     Args:
         overlap: runs the passes.
-        forward: code outside of the model that a forward runs, as ``forward_step_func``.
         recomputation: tells recomputations from the gradients around them.
     """
 
@@ -56,7 +55,6 @@ class FirstStep:
         self,
         overlap: ForwardBackwardOverlap,
         layout: StepLayout,
-        forward: Callable[..., Any],
         recomputation: Recomputation,
     ) -> None:
         self._overlap = overlap
@@ -65,7 +63,7 @@ class FirstStep:
         self._peers = layout.joined_replicas() or layout.tensor
         self._recomputation = recomputation
         hook_collectives()  # before the census looks at the names that it wraps
-        self._census = Census(layout.models, [forward])
+        self._census = Census(layout.models, [layout.step["forward_step_func"]])
         # Megatron runs as many micro-batches as there are stages through a chunk, then the next.
         chunks = len(layout.models)
         stages = layout.stages

@@ -7,7 +7,8 @@ can: a value that one pass reads and another has yet to write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat, tee
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from commfuse_npu.overlap import PassState
 from commfuse_npu.overlap.states import restore_states, save_states
 from mindspeed_patches.fb_overlap.core_versions import StepLayout
+from mindspeed_patches.fb_overlap.state_owners import Models
 
 __all__ = ["checked_step", "has_gradients"]
 
@@ -26,8 +28,7 @@ _ELEMENTS = 2**20
 def checked_step(
     in_order: Callable[..., Any],
     overlapped: Callable[..., Any],
-    step: dict[str, Any],
-    models: Sequence[torch.nn.Module],
+    layout: StepLayout,
     states: Sequence[PassState],
 ) -> tuple[Any, str]:
     """Run a step three times on the same data; the gradients of the last run stay.
@@ -35,7 +36,7 @@ def checked_step(
     Args:
         in_order: Megatron's schedule.
         overlapped: the same with overlap.
-        step: their arguments.
+        layout: the models, and the arguments of both.
         states: are restored before each run.
 
     Returns:
@@ -45,22 +46,17 @@ def checked_step(
         RuntimeError: on all ranks, if gradients of a rank differ between Megatron's order and the
             overlapped run, and not between two runs in Megatron's order.
     """
-    data = step["data_iterator"]
-    several = isinstance(data, list)
-    replays = [None if one is None else _Replay(one) for one in (data if several else [data])]
-    step = step | {"data_iterator": replays if several else replays[0]}
+    models = layout.models
+    runs = in_order, in_order, overlapped
     restore = _snapshot(models, states)
-    checksums = []
+    checksums: list[dict[str, int]] = []
     losses = None
-    for number, run in enumerate((in_order, in_order, overlapped)):
-        if number:
+    for run, data in zip(runs, _repeated(layout.step["data_iterator"], len(runs)), strict=True):
+        if checksums:
             restore()
-            for replay in replays:
-                if replay is not None:
-                    replay.rewind()
             _zero_gradients(models)
-        losses = run(**step)
-        checksums.append(_checksums(models))
+        losses = run(**layout.step | {"data_iterator": data})
+        checksums.append({name: _checksum(gradient) for name, gradient in _gradients(models)})
     first, again, ours = checksums
     unsteady = _differences(first, again)
     different = _differences(first, ours)
@@ -92,31 +88,15 @@ def has_gradients(layout: StepLayout) -> bool:
     return bool(layout.maximum(torch.tensor([some], dtype=torch.int64, device=device))[0])
 
 
-class _Replay:
-    """An iterator that can give the same items again."""
-
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
-        self._items: list[Any] = []
-        self._next = 0
-
-    def __iter__(self) -> _Replay:
-        return self
-
-    def __next__(self) -> Any:
-        if self._next == len(self._items):
-            self._items.append(next(self._iterator))
-        self._next += 1
-        return self._items[self._next - 1]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-    def rewind(self) -> None:
-        self._next = 0
+def _repeated(data: Any, times: int) -> Iterable[Any]:
+    """For each of some runs, an iterator (or a list of them) over the same items."""
+    if isinstance(data, list):
+        return map(list, zip(*(_repeated(one, times) for one in data), strict=True))
+    # Megatron's iterators have __next__ only.
+    return repeat(None, times) if data is None else tee(map(next, repeat(data)), times)
 
 
-def _snapshot(models: Sequence[torch.nn.Module], states: Sequence[PassState]) -> Callable[[], None]:
+def _snapshot(models: Models, states: Sequence[PassState]) -> Callable[[], None]:
     """A function that restores states, buffers of the models and trackers of auxiliary losses."""
     saved = save_states(states)
     tensors = [(tensor, tensor.detach().clone()) for tensor in _changed_in_place(models)]
@@ -133,7 +113,7 @@ def _snapshot(models: Sequence[torch.nn.Module], states: Sequence[PassState]) ->
     return restore
 
 
-def _changed_in_place(models: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+def _changed_in_place(models: Models) -> Iterator[torch.Tensor]:
     for model in models:
         for module in model.modules():
             # DistributedDataParallel of Megatron has gradients below the name of the method.
@@ -155,7 +135,7 @@ def _tracker() -> dict[str, dict[str, Any]]:
     return {}
 
 
-def _gradients(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def _gradients(models: Models) -> Iterator[tuple[str, torch.Tensor]]:
     for chunk, model in enumerate(models):
         for name, parameter in model.named_parameters():
             gradient = getattr(parameter, "main_grad", None)
@@ -165,16 +145,12 @@ def _gradients(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.T
                 yield f"chunk {chunk}, {name}", gradient
 
 
-def _zero_gradients(models: Sequence[torch.nn.Module]) -> None:
+def _zero_gradients(models: Models) -> None:
     for model in models:
         zero_grad_buffer: Any = getattr(model, "zero_grad_buffer", None)
         if zero_grad_buffer is not None:
             zero_grad_buffer()
         model.zero_grad(set_to_none=True)
-
-
-def _checksums(models: Sequence[torch.nn.Module]) -> dict[str, int]:
-    return {name: _checksum(gradient) for name, gradient in _gradients(models)}
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -41,7 +41,7 @@ from mindspeed_patches.fb_overlap.late_weight_gradients import WeightGradientDef
 from mindspeed_patches.fb_overlap.pass_states import pass_states, separate_scratch
 from mindspeed_patches.fb_overlap.pipeline_schedule import OverlappedSchedule
 from mindspeed_patches.fb_overlap.recomputation import Recomputation
-from mindspeed_patches.patching import PatchManager, around
+from mindspeed_patches.patching import Function, PatchManager, around
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _WAITS_OF_EXPERTS = (
@@ -164,19 +164,19 @@ class Overlapping:
 
     @around
     def get_forward_backward_func_wrapper(
-        self, get: Callable[..., Callable[..., Any]], *args: Any, **kwargs: Any
-    ) -> Callable[..., Any]:
+        self, get: Callable[..., Function], *args: Any, **kwargs: Any
+    ) -> Function:
         """Wrap the schedule that Megatron chooses."""
         plain = get(*args, **kwargs)
         return functools.wraps(plain)(lambda **step: self._run(plain, step))
 
     @around
-    def forward_step_wrapper(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward_step_wrapper(self, forward: Function, *args: Any, **kwargs: Any) -> Any:
         """Run a forward by itself as a pass, in any schedule."""
         return self._by_itself("forward", functools.partial(forward, *args, **kwargs))
 
     @around
-    def backward_step_wrapper(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def backward_step_wrapper(self, backward: Function, *args: Any, **kwargs: Any) -> Any:
         """Run a backward by itself as a pass, in any schedule."""
         return self._by_itself("backward", functools.partial(backward, *args, **kwargs))
 
@@ -189,7 +189,7 @@ class Overlapping:
         assert training.overlap is not None
         return training.overlap.run_together(**{kind: function})[0]
 
-    def _run(self, plain: Callable[..., Any], step: dict[str, Any]) -> Any:
+    def _run(self, plain: Function, step: dict[str, Any]) -> Any:
         if step.get("forward_only"):
             return plain(**step)
         reason = self._difference or groups_obstacle(step)
@@ -198,16 +198,17 @@ class Overlapping:
             return plain(**step)
         layout = StepLayout(step)
         with self.recomputation.leaving_out(layout.models):
-            return self._step(plain, step, layout)
+            return self._step(plain, layout)
 
-    def _step(self, plain: Callable[..., Any], step: dict[str, Any], layout: StepLayout) -> Any:
-        reason = obstacle(layout.models, _config(layout))
+    def _step(self, plain: Function, layout: StepLayout) -> Any:
+        step = layout.step
+        reason = obstacle(layout.models, layout.config)
         if reason is not None:
             self._say(f"off: {reason}")
             return plain(**step)
         training = self._trainings.get(layout.models[0])
         if training is None:
-            return self._first_step(plain, step, layout)
+            return self._first_step(plain, layout)
         if training.overlap is None:
             return plain(**step)
         if self._check and not training.checked and not has_gradients(layout):
@@ -215,22 +216,17 @@ class Overlapping:
             states = training.overlap.states
             ours = functools.partial(self._overlapped, plain, layout, training)
             in_order = self.recomputation.complete(plain)
-            losses, verdict = checked_step(in_order, ours, step, layout.models, states)
+            losses, verdict = checked_step(in_order, ours, layout, states)
             self._say(verdict)
         else:
-            losses = self._timed(plain, step, layout, training)
+            losses = self._timed(plain, layout, training)
         for line in (*self.recomputation.describe(), *self.weight_gradients.describe()):
             self._say(line)
         return losses
 
-    def _timed(
-        self,
-        plain: Callable[..., Any],
-        step: dict[str, Any],
-        layout: StepLayout,
-        training: _Training,
-    ) -> Any:
+    def _timed(self, plain: Function, layout: StepLayout, training: _Training) -> Any:
         """Run a step, and time it until it is decided which way is faster."""
+        step = layout.step
         number = len(training.steps)
         clock = self.clock
         if clock is None or number == _WARM_UP + 2 * _EACH_WAY:
@@ -240,18 +236,17 @@ class Overlapping:
             losses = plain(**step)
         else:
             losses = self._overlapped(plain, layout, training, **step)
-        microbatches = step["num_microbatches"]
-        training.steps.append((clock() - start) / microbatches)
+        training.steps.append((clock() - start) / step["num_microbatches"])
         if len(training.steps) == _WARM_UP + 2 * _EACH_WAY:
-            self._keep_the_faster(layout, training, microbatches)
+            self._keep_the_faster(layout, training)
         return losses
 
     def _overlapped(
-        self, plain: Callable[..., Any], layout: StepLayout, training: _Training, **step: Any
+        self, plain: Function, layout: StepLayout, training: _Training, **step: Any
     ) -> Any:
         overlap = training.overlap
         assert overlap is not None
-        reason = training.alone or self._alone(plain, step, layout)
+        reason = training.alone or self._alone(plain, layout)
         with self._passes_of(training, overlap):
             if reason is None:
                 losses = OverlappedSchedule(overlap, **step).run()
@@ -277,16 +272,14 @@ class Overlapping:
         finally:
             self._now = None
 
-    def _alone(
-        self, plain: Callable[..., Any], step: dict[str, Any], layout: StepLayout
-    ) -> str | None:
+    def _alone(self, plain: Function, layout: StepLayout) -> str | None:
         """Why no forward of this step can run beside a backward; ``None`` if it can."""
         if self._always_alone is not None:
             return self._always_alone
         if inspect.unwrap(plain).__module__ != _SCHEDULES:
             return f"the schedule is {plain.__module__}.{plain.__qualname__}, not Megatron's own"
-        config = _config(layout)
-        reason = alone(step, layout, config)
+        config = layout.config
+        reason = alone(layout)
         if reason is not None:
             return reason
         if len(layout.models) == 1 < layout.stages and not self._plain_pipelines:
@@ -301,23 +294,23 @@ class Overlapping:
                 )
         return None
 
-    def _keep_the_faster(self, layout: StepLayout, training: _Training, microbatches: int) -> None:
+    def _keep_the_faster(self, layout: StepLayout, training: _Training) -> None:
         """Decide on all ranks by the medians of timed steps, for a step of this size."""
         assert training.overlap is not None
         timed = training.steps[_WARM_UP:]
         medians = [statistics.median(timed[::2]), statistics.median(timed[1::2])]
         slowest = layout.maximum(torch.tensor(medians, device=training.overlap.device))
-        in_order, overlapped = (1e3 * microbatches * seconds for seconds in slowest)
+        milliseconds = 1e3 * layout.step["num_microbatches"]
+        in_order, overlapped = (milliseconds * seconds for seconds in slowest)
         compared = f"a step takes {overlapped:.1f} ms, {in_order:.1f} ms in Megatron's order"
         if overlapped >= in_order:
             training.overlap = None
             compared = f"off: {compared}; the host, not the transfers, is probably the limit"
         self._say(compared)
 
-    def _first_step(
-        self, plain: Callable[..., Any], step: dict[str, Any], layout: StepLayout
-    ) -> list[Any]:
+    def _first_step(self, plain: Function, layout: StepLayout) -> list[Any]:
         """Run a model's first step in Megatron's order, watch it, and decide."""
+        step = layout.step
         groups = layout.hidden()
         training = self._trainings[layout.models[0]] = _Training(None)
         if not groups:
@@ -331,8 +324,7 @@ class Overlapping:
         )
         separate_scratch()
         overlap.states = pass_states(layout.models, overlap.device)
-        forward = step["forward_step_func"]
-        training.first_step = FirstStep(overlap, layout, forward, self.recomputation)
+        training.first_step = FirstStep(overlap, layout, self.recomputation)
         try:
             with self._passes_of(training, overlap):
                 losses: list[Any] = plain(**step)
@@ -353,8 +345,8 @@ class Overlapping:
         overlap.waits.clear()
         if overlap.device != "cpu":
             self.clock = self.clock or _synchronized_clock(overlap.device)
-        if decision.alone is None and self._alone(plain, step, layout) is None:
-            shape = layout.shape(step["num_microbatches"])
+        if decision.alone is None and self._alone(plain, layout) is None:
+            shape = layout.shape()
             plan = slots(*shape)
             paired, total = paired_microbatches(plan)
             self._say(
@@ -379,12 +371,6 @@ def plain_pipeline_memory(stages: int) -> str:
         f"a pipeline of {stages} stages without virtual stages holds the activations of up to "
         f"{2 * stages - 1} micro-batches on the first stage, instead of {stages}"
     )
-
-
-def _config(layout: StepLayout) -> Any:
-    from megatron.core import utils
-
-    return utils.get_model_config(layout.models[0])
 
 
 def _synchronized_clock(device: str) -> Callable[[], float]:

@@ -26,14 +26,19 @@ import importlib
 import inspect
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from commfuse_npu.overlap import Attributes, PassState, RandomState
 from commfuse_npu.overlap.transfers import active_turns
-from mindspeed_patches.fb_overlap.state_owners import CONTAINERS, named_modules, state_owners
+from mindspeed_patches.fb_overlap.state_owners import (
+    CONTAINERS,
+    Models,
+    named_modules,
+    state_owners,
+)
 
 _EXPERTS = "mindspeed.core.transformer.moe"
 _OVERLAPPED = f"{_EXPERTS}.moe_feature.overlap"
@@ -91,13 +96,13 @@ def random_states(device: str) -> list[PassState]:
     return [RandomState(device), Attributes(tracker, *tracked)]
 
 
-def pass_states(models: Sequence[torch.nn.Module], device: str) -> list[PassState]:
+def pass_states(models: Models, device: str) -> list[PassState]:
     """The state that is always swapped in a training of these model chunks."""
     known = [Attributes(owner, *names) for owner, names in _swapped(models)]
     return [*random_states(device), *known]
 
 
-def _swapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, list[str]]]:
+def _swapped(models: Models) -> Iterator[tuple[Any, list[str]]]:
     """Objects and the names of their swapped attributes; an empty list stands for all attributes.
 
     Some modules keep state of their last call; one that recomputes a part keeps the checkpoint
@@ -145,9 +150,7 @@ class Census:
         functions: code outside of the models that a forward runs, as ``forward_step_func``.
     """
 
-    def __init__(
-        self, models: Sequence[torch.nn.Module], functions: Iterable[Callable[..., Any]]
-    ) -> None:
+    def __init__(self, models: Models, functions: Iterable[Callable[..., Any]]) -> None:
         self.models = models
         whole = [owner for owner, names in _swapped(models) if not names]
         self._owners = state_owners(models, functions, whole)

@@ -38,13 +38,13 @@ class OverlappedSchedule:
         self._layout = StepLayout(step)
         self._models = self._layout.models
         self._iterators = _list(step["data_iterator"])
-        self._config = utils.get_model_config(self._models[0])
+        self._config = self._layout.config
         self._model_type = utils.get_model_type(self._models[0])
         self._microbatches: int = step["num_microbatches"]
         self._stages = self._layout.stages
         self._stage = self._layout.stage
-        self._communicate = exchange(step, self._config, self._layout.pipeline)
-        self._plan = slots(*self._layout.shape(self._microbatches))
+        self._communicate = exchange(self._layout)
+        self._plan = slots(*self._layout.shape())
         self._steps = {
             side: [step for slot in self._plan if (step := getattr(slot, side)) is not None]
             for side in ("forward", "backward")

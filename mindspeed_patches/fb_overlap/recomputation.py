@@ -34,7 +34,8 @@ from commfuse_npu.overlap.transfers import hook_collectives
 from commfuse_npu.overlap.unread import Readers, saved_bytes
 from commfuse_npu.runtime.undefined_results import undefined_results
 from mindspeed_patches.fb_overlap.pass_states import random_states
-from mindspeed_patches.patching import around
+from mindspeed_patches.fb_overlap.state_owners import Models
+from mindspeed_patches.patching import Function, around
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,9 @@ class Recomputation:
     @around
     def checkpoint_forward_wrapper(
         self,
-        forward: Callable[..., Any],
+        forward: Function,
         context: Any,
-        function: Callable[..., Any],
+        function: Function,
         distribute: bool,
         *args: Any,
     ) -> Any:
@@ -142,7 +143,7 @@ class Recomputation:
         )
 
     @contextmanager
-    def leaving_out(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    def leaving_out(self, models: Models) -> Iterator[None]:
         """A step of these models, in which recomputations leave out what nothing reads."""
         self._watch_again_if_changed(models)
         self.leaves_out = True
@@ -151,7 +152,7 @@ class Recomputation:
         finally:
             self.leaves_out = False
 
-    def complete(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def complete(self, plain: Function) -> Function:
         """Megatron's schedule with recomputations that compute everything."""
 
         def in_order(**step: Any) -> Any:
@@ -163,7 +164,7 @@ class Recomputation:
 
         return in_order
 
-    def _watch_again_if_changed(self, models: Sequence[torch.nn.Module]) -> None:
+    def _watch_again_if_changed(self, models: Models) -> None:
         """Forget what gradients read if other parameters are trained, or hooks were added."""
         for model in models:
             trained = tuple(one.requires_grad for one in model.parameters())
@@ -190,7 +191,7 @@ class Recomputation:
         return self._current is not None
 
     def _recompute(
-        self, checkpoint: _Checkpoint, function: Callable[..., Any], inputs: tuple[Any, ...]
+        self, checkpoint: _Checkpoint, function: Function, inputs: tuple[Any, ...]
     ) -> Any:
         known = self.calls.get(checkpoint)
         if known is not None:
@@ -218,7 +219,7 @@ class Recomputation:
         hook_collectives()
         return outputs
 
-    def _run(self, run: _Run, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    def _run(self, run: _Run, function: Function, inputs: tuple[Any, ...]) -> Any:
         outer = self._current
         self._this_thread.run = run
         try:
@@ -229,9 +230,7 @@ class Recomputation:
             self._this_thread.run = outer
 
     @around
-    def row_forward_wrapper(
-        self, forward: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def row_forward_wrapper(self, forward: Function, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """``forward(layer, input_) -> (output, bias)``; the output may be undefined."""
         run = self._current
         if getattr(layer, "is_expert", False):

@@ -32,6 +32,9 @@ _OF_A_STEP = "megatron.core.distributed."
 
 CONTAINERS = (list, tuple, dict, set, deque)
 
+Models = Sequence[torch.nn.Module]
+"""The chunks of a model on a rank."""
+
 
 class Closure:
     """The variables that a function closes over, as attributes."""
@@ -59,7 +62,7 @@ class Closure:
         self._cells[name].cell_contents = value
 
 
-def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+def named_modules(models: Models) -> Iterator[tuple[str, torch.nn.Module]]:
     """All modules, with paths that are unique across model chunks."""
     for chunk, model in enumerate(models):
         for path, module in model.named_modules():
@@ -67,7 +70,7 @@ def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
 
 
 def state_owners(
-    models: Sequence[torch.nn.Module],
+    models: Models,
     functions: Iterable[Callable[..., Any]],
     whole: Iterable[Any],
 ) -> dict[str, Any]:
@@ -90,7 +93,7 @@ class _Search:
 
     def __init__(
         self,
-        models: Sequence[torch.nn.Module],
+        models: Models,
         functions: Iterable[Callable[..., Any]],
         whole: Iterable[Any],
     ) -> None:

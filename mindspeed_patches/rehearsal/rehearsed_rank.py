@@ -13,14 +13,13 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from mindspeed_patches import install, launch
-from mindspeed_patches.patching import around
+from mindspeed_patches.patching import Function, around
 from mindspeed_patches.registration import FEATURE, wrap_training
 from mindspeed_patches.rehearsal import triton_stand_in
 from mindspeed_patches.rehearsal.records import NORM, Record
@@ -70,7 +69,7 @@ class CollectiveCounter:
         # P2POp takes only the function that this module has.
         dist.distributed_c10d.isend = dist.isend
 
-    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _counted(self, name: str, function: Function) -> Function:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.active:
@@ -104,7 +103,7 @@ class Observer(TrainedState):
         wrap_training(self.setup_model_and_optimizer_wrapper, self.train_step_wrapper)
 
     @around
-    def train_step_wrapper(self, train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def train_step_wrapper(self, train_step: Function, *args: Any, **kwargs: Any) -> Any:
         """Record the losses and the gradient norm, the first and the sixth value returned."""
         if not self.record.iterations:
             self.record.before = weight_hashes(self.chunks)

@@ -152,15 +152,15 @@ def test_steps_that_exclude_pairs_are_named(one_rank: None) -> None:
     step["pg_collection"] = SimpleNamespace(tp=group, cp=group)
     layout = StepLayout(step)
     assert (layout.stages, layout.stage, layout.pipeline) == (1, 0, None)
-    config = SimpleNamespace(
+    model.config = config = SimpleNamespace(
         microbatch_group_size_per_vp_stage=1, variable_seq_lengths=False, mtp_standalone=False
     )
-    assert alone(step, layout, config) is None
-    reason = alone(step | {"novelty": 1}, layout, config)
+    assert alone(layout) is None
+    reason = alone(StepLayout(step | {"novelty": 1}))
     assert str(reason).startswith("novelty: this argument of Megatron's schedule is not known")
     for name in ("variable_seq_lengths", "mtp_standalone"):
         with mock.patch.object(config, name, True):
-            assert str(alone(step, layout, config)).startswith(f"{name}: neighbors exchange")
+            assert str(alone(layout)).startswith(f"{name}: neighbors exchange")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def of_pipelines(rank: int, chunks: int, microbatches: int) -> str | None:
     case = Case(stages=2, chunks=chunks)
     with layout(case):
         step = {"model": Trainer(case).models, "num_microbatches": microbatches}
-        return Overlapping()._alone(schedules.get_forward_backward_func(), step, StepLayout(step))
+        return Overlapping()._alone(schedules.get_forward_backward_func(), StepLayout(step))
 
 
 def test_pipelines_that_cannot_be_overlapped_are_named(ranks: Any) -> None:
