@@ -178,16 +178,15 @@ def add_arguments(
     """
     for name, (_, keywords) in options.items():
         parser.add_argument(option_name(name), **keywords)
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    attributes = {option_name(name): name for name in options}
     for old, new in RENAMED.items():
-        if new in map(option_name, options):
-            parser.add_argument(old, action=_renamed(new), nargs=0, help=argparse.SUPPRESS)
-    for name in filter(_is_option, REMOVED):
-        refused: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        parser.add_argument(name, type=_refusal(name), **refused)
-
-
-def _is_option(name: str) -> bool:
-    return name.startswith("--")
+        if new in attributes:
+            dest = attributes[new]
+            parser.add_argument(old, action=_Renamed, dest=dest, nargs=0, const=new, **hidden)
+    for name in REMOVED:
+        if name.startswith("--"):
+            parser.add_argument(name, type=_refusal(name), **hidden)
 
 
 def _refusal(name: str) -> Callable[[str], str]:
@@ -197,21 +196,14 @@ def _refusal(name: str) -> Callable[[str], str]:
     return convert
 
 
-def _renamed(new: str) -> type[argparse.Action]:
-    """An action for the old name of a flag."""
+class _Renamed(argparse.Action):
+    """The old name of a flag; ``const`` is the new one."""
 
-    class Renamed(argparse.Action):
-        def __init__(self, option_strings: Sequence[str], dest: str, **keywords: Any) -> None:
-            dest = new.removeprefix("--").replace("-", "_")
-            super().__init__(option_strings, dest, default=argparse.SUPPRESS, **keywords)
-
-        def __call__(
-            self, _: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
-        ) -> None:
-            warnings.warn(f"{option} is now {new}", FutureWarning, stacklevel=2)
-            setattr(namespace, self.dest, True)
-
-    return Renamed
+    def __call__(
+        self, _: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        warnings.warn(f"{option} is now {self.const}", FutureWarning, stacklevel=2)
+        setattr(namespace, self.dest, True)
 
 
 def given_options(args: argparse.Namespace) -> argparse.Namespace:

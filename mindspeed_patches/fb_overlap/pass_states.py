@@ -191,18 +191,11 @@ class Census:
 
     def written_by_both(self, kinds: Collection[str], others: Collection[str]) -> list[str]:
         """Names that both write and that are not known to belong to a micro-batch."""
-        known = {
-            (id(owner), name)
-            for owner, names in _swapped(self.models)
-            for name in names or vars(owner)
-        }
-        names = {
+        return sorted(
             f"{owner}.{name}"
-            for (owner, name), writers in self._writers.items()
-            if any(_any_of(kinds, end) and _any_of(others, end) for end in _ends(writers))
-            and (id(self._owners[owner]), name) not in known
-        }
-        return sorted(names - set(_HARMLESS))
+            for owner, name, ends in self._unknown()
+            if any(end.intersection(kinds) and end.intersection(others) for end in ends)
+        )
 
     def states(self) -> list[PassState]:
         """What passes wrote, and each pass needs its own of, besides what is always swapped.
@@ -210,16 +203,24 @@ class Census:
         Queues are shared, and tensors that were changed in place: they are sums, as of router
         statistics.
         """
-        known = {id(owner): names for owner, names in _swapped(self.models)}
         by_owner: defaultdict[str, list[str]] = defaultdict(list)
-        for (owner, name), writers in sorted(self._writers.items()):
+        for owner, name, ends in self._unknown():
             holder = self._owners[owner]
-            names = known.get(id(holder))
-            ours = names is not None and (not names or name in names)
-            shared = _is_sum(holder, vars(holder).get(name)) or len(_ends(writers)) > 1
-            if not ours and f"{owner}.{name}" not in _HARMLESS and not shared:
+            if not _is_sum(holder, vars(holder).get(name)) and len(ends) <= 1:
                 by_owner[owner].append(name)
         return [Attributes(self._owners[owner], *names) for owner, names in by_owner.items()]
+
+    def _unknown(self) -> Iterator[tuple[str, str, list[set[str]]]]:
+        """Owner, name and :func:`_ends` of what was written, and is not always swapped."""
+        known = {
+            (id(owner), name)
+            for owner, names in _swapped(self.models)
+            for name in names or vars(owner)
+        }
+        for (owner, name), writers in sorted(self._writers.items()):
+            ours = (id(self._owners[owner]), name) in known
+            if not ours and f"{owner}.{name}" not in _HARMLESS:
+                yield owner, name, _ends(writers)
 
 
 def _ends(writers: Mapping[str, set[str]]) -> list[set[str]]:
@@ -230,10 +231,6 @@ def _ends(writers: Mapping[str, set[str]]) -> list[set[str]]:
     if set(writers) == {"append", "take"} and ends[0].isdisjoint(ends[1]):
         return ends
     return [set().union(*ends)]
-
-
-def _any_of(some: Collection[str], kinds: set[str]) -> bool:
-    return not kinds.isdisjoint(some)
 
 
 def _change(before: Any, value: Any) -> str:
