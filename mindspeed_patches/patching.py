@@ -43,6 +43,20 @@ def around(method: Function) -> Function:
     return wrapper
 
 
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Set attributes of one object, not of its class, and restore the previous ones at the end."""
+    values = vars(owner)
+    before = {name: values[name] for name in attributes if name in values}
+    values.update(attributes)
+    try:
+        yield
+    finally:
+        values.update(before)
+        for name in attributes.keys() - before.keys():
+            values.pop(name, None)
+
+
 def _replace(owner: Any, name: str, before: Function, after: Function) -> None:
     """Replace a function in a module or class, and in all modules that imported it."""
     modules = [module for module in list(sys.modules.values()) if hasattr(module, "__dict__")]

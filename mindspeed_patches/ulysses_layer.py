@@ -1,7 +1,8 @@
 """Whether the projections of a self-attention layer can take part in the exchange of heads.
 
 Megatron's ``SelfAttention`` computes q, k and v of its rows, embeds positions, attends and
-projects.  During one call, the first projection gets another ``forward`` (:func:`replaced`), and
+projects.  During one call, the first projection gets another ``forward``
+(:func:`.patching.replaced`), and
 the layer's head counts are those of this rank only.  Module hooks therefore run as usual (those of
 the distributed optimizer wait for weights), and so does Megatron's code between the projections, on
 the full sequence instead of the rows of a rank.  The core attention returns a
@@ -10,8 +11,7 @@ the full sequence instead of the rows of a rank.  The core attention returns a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -20,20 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commfuse_npu.launch.refusals import RECOMPUTED
 from commfuse_npu.runtime.collectives import all_gather_rows
-
-
-@contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Set attributes of one object, not of its class, and restore the previous ones at the end."""
-    values = vars(owner)
-    before = {name: values[name] for name in attributes if name in values}
-    values.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            values.pop(name, None)
-        values.update(before)
 
 
 def projections_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:

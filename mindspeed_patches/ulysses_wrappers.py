@@ -52,7 +52,7 @@ from commfuse_npu.ops import LinearOptions, attention_all_to_all, linear_all_to_
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.runtime.collectives import all_to_all
 from mindspeed_patches.job_lanes import CONTEXT_PARALLEL, LaneUser
-from mindspeed_patches.patching import around
+from mindspeed_patches.patching import around, replaced
 from mindspeed_patches.self_attention import (
     DeferredAttention,
     attention_arguments,
@@ -65,7 +65,6 @@ from mindspeed_patches.ulysses_layer import (
     projections_obstacle,
     qkv_method,
     qkv_obstacle,
-    replaced,
 )
 from mindspeed_patches.wrappers import PARTNER, LinearWrappers, Output, by_fusion, trained_bias
 

@@ -20,6 +20,7 @@ from commfuse_npu.runtime.collectives import device_backend
 from mindspeed_patches.fb_overlap.core_versions import StepLayout
 from mindspeed_patches.fb_overlap.pass_states import Census
 from mindspeed_patches.fb_overlap.recomputation import Recomputation
+from mindspeed_patches.patching import replaced
 
 _logger = logging.getLogger(__name__)
 
@@ -86,13 +87,11 @@ class FirstStep:
 
         self._census.begin()
         random = _random_numbers(self._overlap.device)
-        self._overlap.at_point = at_point
-        self._recomputation.at_boundary = self._look
-        try:
+        with (
+            replaced(self._overlap, at_point=at_point),
+            replaced(self._recomputation, at_boundary=self._look),
+        ):
             result = self._overlap.run_together(**{kind: function})[0]
-        finally:
-            self._overlap.at_point = None
-            self._recomputation.at_boundary = lambda: None
         self._census.look(kind, force=True)
         if kind == "backward":
             after = _random_numbers(self._overlap.device)

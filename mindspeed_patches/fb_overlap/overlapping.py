@@ -41,7 +41,7 @@ from mindspeed_patches.fb_overlap.late_weight_gradients import WeightGradientDef
 from mindspeed_patches.fb_overlap.pass_states import pass_states, separate_scratch
 from mindspeed_patches.fb_overlap.pipeline_schedule import OverlappedSchedule
 from mindspeed_patches.fb_overlap.recomputation import Recomputation
-from mindspeed_patches.patching import Function, PatchManager, around
+from mindspeed_patches.patching import Function, PatchManager, around, replaced
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _WAITS_OF_EXPERTS = (
@@ -264,13 +264,10 @@ class Overlapping:
     @contextmanager
     def _passes_of(self, training: _Training, overlap: ForwardBackwardOverlap) -> Iterator[None]:
         """In the block, passes are those of this model."""
-        self._now = training
         for kind in (self.recomputation.ahead, overlap.recompute_ahead):
             kind.enabled = training.ahead
-        try:
+        with replaced(self, _now=training):
             yield
-        finally:
-            self._now = None
 
     def _alone(self, plain: Function, layout: StepLayout) -> str | None:
         """Why no forward of this step can run beside a backward; ``None`` if it can."""

@@ -35,7 +35,7 @@ from commfuse_npu.overlap.unread import Readers, saved_bytes
 from commfuse_npu.runtime.undefined_results import undefined_results
 from mindspeed_patches.fb_overlap.pass_states import random_states
 from mindspeed_patches.fb_overlap.state_owners import Models
-from mindspeed_patches.patching import Function, around
+from mindspeed_patches.patching import Function, around, replaced
 
 
 @dataclass(frozen=True)
@@ -146,21 +146,15 @@ class Recomputation:
     def leaving_out(self, models: Models) -> Iterator[None]:
         """A step of these models, in which recomputations leave out what nothing reads."""
         self._watch_again_if_changed(models)
-        self.leaves_out = True
-        try:
+        with replaced(self, leaves_out=True):
             yield
-        finally:
-            self.leaves_out = False
 
     def complete(self, plain: Function) -> Function:
         """Megatron's schedule with recomputations that compute everything."""
 
         def in_order(**step: Any) -> Any:
-            self.leaves_out = False
-            try:
+            with replaced(self, leaves_out=False):
                 return plain(**step)
-            finally:
-                self.leaves_out = True
 
         return in_order
 
@@ -177,13 +171,10 @@ class Recomputation:
     def _noted(self, layers: list[torch.nn.Module]) -> Iterator[None]:
         """In the block, add the row-parallel layers that are called to ``layers``."""
         outer = getattr(self._this_thread, "noted", None)
-        self._this_thread.noted = layers
-        try:
+        with replaced(self._this_thread, noted=layers):
             yield
-        finally:
-            self._this_thread.noted = outer
-            if outer is not None:
-                outer += layers
+        if outer is not None:
+            outer += layers
 
     @property
     def recomputing(self) -> bool:
@@ -220,14 +211,10 @@ class Recomputation:
         return outputs
 
     def _run(self, run: _Run, function: Function, inputs: tuple[Any, ...]) -> Any:
-        outer = self._current
-        self._this_thread.run = run
-        try:
+        with replaced(self._this_thread, run=run):
             outputs = function(*inputs)
             self.at_boundary()
             return outputs
-        finally:
-            self._this_thread.run = outer
 
     @around
     def row_forward_wrapper(self, forward: Function, layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_patches import install, launch
-from mindspeed_patches.patching import Function, around
+from mindspeed_patches.patching import Function, around, replaced
 from mindspeed_patches.registration import FEATURE, wrap_training
 from mindspeed_patches.rehearsal import triton_stand_in
 from mindspeed_patches.rehearsal.records import NORM, Record
@@ -80,11 +80,8 @@ class CollectiveCounter:
             words = group.group_desc.lower().replace("_group", "").replace("_", " ")
             self.counts[f"{words}: {name}"] += 1
             # An emulated collective calls another one: only the outer one counts.
-            self.active = False
-            try:
+            with replaced(self, active=False):
                 return function(*args, **kwargs)
-            finally:
-                self.active = True
 
         return call
 
@@ -107,11 +104,8 @@ class Observer(TrainedState):
         """Record the losses and the gradient norm, the first and the sixth value returned."""
         if not self.record.iterations:
             self.record.before = weight_hashes(self.chunks)
-        self._collectives.active = True
-        try:
+        with replaced(self._collectives, active=True):
             result = train_step(*args, **kwargs)
-        finally:
-            self._collectives.active = False
         self.record.iterations += 1
         for name, value in {**result[0], NORM: result[5]}.items():
             if value is not None:  # a skipped iteration has no norm

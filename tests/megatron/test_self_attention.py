@@ -13,12 +13,12 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from commfuse_npu.runtime.collectives import all_gather_rows
 from mindspeed_patches import LinearWrappers, ulysses_layer
+from mindspeed_patches.patching import replaced
 from mindspeed_patches.self_attention import proj_obstacle
 from mindspeed_patches.ulysses_layer import (
     WholePositions,
     projections_obstacle,
     qkv_obstacle,
-    replaced,
 )
 from tests.distributed.ranks import on_ranks
 from tests.megatron.models import Case, gpt, settings
