@@ -20,6 +20,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -96,14 +97,14 @@ def take_turns_at_transfers(
         _log = None
 
 
+@dataclass(eq=False)
 class _Transfer:
     """A ``Work`` whose ``wait()`` is a point of the pass that waits."""
 
-    def __init__(self, work: Any, point: str, hands_over: bool, log: Entry | None) -> None:
-        self._work = work
-        self._point = point
-        self._hands_over = hands_over
-        self._log = log
+    _work: Any
+    _point: str
+    _hands_over: bool
+    _log: Entry | None
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         turns = active_turns()

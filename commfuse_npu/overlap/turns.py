@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -41,6 +42,7 @@ class OtherPassError(RuntimeError):
     """This pass was ended because another one failed; ``__cause__`` is that failure."""
 
 
+@dataclass(eq=False)
 class Pass:
     """A function that takes turns with others.
 
@@ -54,22 +56,23 @@ class Pass:
         result: what the function returned.
     """
 
-    def __init__(self, name: str, function: Callable[[], Any], recomputes: bool = False) -> None:
-        self.name = name
-        self.function = function
-        self.recomputes = recomputes
-        self.waits = 0
-        self.hand_overs = 0
-        self.points = 0
-        self.result: Any = None
-        self.thread: int | None = None
-        self.worker: ThreadPoolExecutor | None = None
-        self.future: Future[None] | None = None
-        self.slot = 0
-        self.awaits: Pass | None = None
-        self.ended = False
-        self.began_with: list[dict[str, Any]] = []
-        self.saved: list[dict[str, Any]] = []
+    name: str
+    function: Callable[[], Any]
+    recomputes: bool = False
+    waits: int = 0
+    hand_overs: int = 0
+    points: int = 0
+    result: Any = None
+    thread: int | None = None
+    worker: ThreadPoolExecutor | None = None
+    future: Future[None] | None = None
+    slot: int = 0
+    awaits: Pass | None = None
+    ended: bool = False
+    began_with: Sequence[dict[str, Any]] = ()
+    saved: Sequence[dict[str, Any]] = ()
+
+    def __post_init__(self) -> None:
         self.gate = threading.Lock()
         self.gate.acquire()
 

@@ -29,7 +29,6 @@ class _Waiting:
     compute: Callable[[], object]
     operands: tuple[torch.Tensor, ...]
     states: tuple[tuple[int, int], ...]
-    nbytes: int
     context: ThreadContext
 
     def refuse_changed_operands(self) -> None:
@@ -60,7 +59,6 @@ class WeightGradients:
         self._device: Any = None if device == "cpu" else torch.get_device_module(device)
         self._stream = None if self._device is None else self._device.current_stream()
         self._waiting: deque[_Waiting] = deque()
-        self._bytes = 0
         self.deferred = 0
         self.most_bytes = 0
 
@@ -91,13 +89,11 @@ class WeightGradients:
         if len(self) >= MOST_WEIGHT_GRADIENTS:
             self.compute_one()
         states = tuple(map(_state, operands))
-        nbytes = sum(operand.nbytes for operand in operands)
         context = ThreadContext(self._kind)
-        waiting = _Waiting(parameter, compute, tuple(operands), states, nbytes, context)
-        self._waiting.append(waiting)
-        self._bytes += nbytes
+        self._waiting.append(_Waiting(parameter, compute, tuple(operands), states, context))
         self.deferred += 1
-        self.most_bytes = max(self.most_bytes, self._bytes)
+        waiting = (operand for one in self._waiting for operand in one.operands)
+        self.most_bytes = max(self.most_bytes, sum(operand.nbytes for operand in waiting))
 
     def compute_one(self) -> None:
         """Compute the oldest gradient, if any, as in the thread that added it.
@@ -108,7 +104,6 @@ class WeightGradients:
         if not self._waiting:
             return
         waiting = self._waiting.popleft()
-        self._bytes -= waiting.nbytes
         with ExitStack() as stack:
             without_modes(stack)
             waiting.context.enter(stack)
@@ -134,7 +129,6 @@ class WeightGradients:
     def discard(self) -> None:
         """Forget all that wait, after an error."""
         self._waiting.clear()
-        self._bytes = 0
         self.deferred = 0
 
 

@@ -9,6 +9,7 @@ host does the work, it is wall time.
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -20,29 +21,22 @@ _LONGER = 2.0
 _PROBES = 8
 
 
+@dataclass
 class Stopwatch:
     """Times calls on one rank.
 
-    Args:
+    Attributes:
         module: the device's module, ``torch.npu``; ``None`` for a CPU.
         ahead: launches some work on the device.
         meet: a collective of all ranks, after which their devices start together.
         barrier: the same for their hosts.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        *,
-        ahead: Callable[[], object],
-        meet: Callable[[], object],
-        barrier: Callable[[], object],
-    ) -> None:
-        self._module = module
-        self._ahead = ahead
-        self._meet = meet
-        self._barrier = barrier
-        self._piece: float | None = None
+    module: Any
+    ahead: Callable[[], object]
+    meet: Callable[[], object]
+    barrier: Callable[[], object]
+    _piece: float | None = None
 
     def laps(self, call: Call, calls: int) -> list[list[float]]:
         """Seconds of each lap, for each of ``calls`` calls, which all ranks start together.
@@ -51,10 +45,10 @@ class Stopwatch:
         """
         self._seconds(call)
         pieces = 0
-        if self._module is not None:
+        if self.module is not None:
             if self._piece is None:
-                self._seconds(lambda lap: self._ahead())
-                self._piece = self._seconds(lambda lap: [self._ahead() for _ in range(_PROBES)])
+                self._seconds(lambda lap: self.ahead())
+                self._piece = self._seconds(lambda lap: [self.ahead() for _ in range(_PROBES)])
                 self._piece /= _PROBES
             pieces = math.ceil(_LONGER * self._seconds(call) / self._piece)
         return [self._laps(call, pieces) for _ in range(calls)]
@@ -70,14 +64,14 @@ class Stopwatch:
 
     def now(self) -> float:
         """Seconds of a steady clock, once the device is idle."""
-        if self._module is not None:
-            self._module.synchronize()
+        if self.module is not None:
+            self.module.synchronize()
         return time.perf_counter()
 
     def together(self) -> float:
         """Wait until all ranks are here and their devices are idle; returns :meth:`now`."""
         self.now()
-        self._barrier()
+        self.barrier()
         return self.now()
 
     def _seconds(self, call: Call) -> float:
@@ -89,19 +83,19 @@ class Stopwatch:
     def _laps(self, call: Call, pieces: int) -> list[float]:
         self.together()
         for _ in range(pieces):
-            self._ahead()
+            self.ahead()
         if pieces:
-            self._meet()
+            self.meet()
         marks = [self._mark()]
         call(lambda: marks.append(self._mark()))
         self.now()
-        if self._module is None:
+        if self.module is None:
             return [after - before for before, after in pairwise(marks)]
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
 
     def _mark(self) -> Any:
-        if self._module is None:
+        if self.module is None:
             return time.perf_counter()
-        event = self._module.Event(enable_timing=True)
+        event = self.module.Event(enable_timing=True)
         event.record()
         return event
