@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["did_you_mean"]
-
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """``; did you mean NAME?``, to append to a message; empty if no name is similar enough."""

@@ -16,22 +16,6 @@ from commfuse_npu.plan import Schedule, default_shape
 from commfuse_npu.plan.schedule import Shape
 from commfuse_npu.removed import REMOVED, RENAMED, removed
 
-__all__ = [
-    "DEFAULTS",
-    "LAYERS",
-    "OPTIONS",
-    "OVERLAP_OPTIONS",
-    "add_arguments",
-    "given_options",
-    "keeps_short_blocks",
-    "option_name",
-    "schedule_for",
-    "unknown_option",
-    "whole",
-    "words",
-    "words_from",
-]
-
 LAYERS = (
     *("qkv", "q_down", "q_up", "kv_down", "kv_up", "proj"),
     *("fc1", "fc2", "shared_fc1", "shared_fc2", "eh_proj", "output"),

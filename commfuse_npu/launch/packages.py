@@ -14,21 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "MEGATRON",
-    "NEWEST_CORE",
-    "NPU_TORCH",
-    "SUPPORTED_LLM",
-    "SUPPORTED_WITHOUT_LLM",
-    "TOGETHER",
-    "WHY_WITHOUT",
-    "WITHOUT_LLM",
-    "WITHOUT_MINDSPEED",
-    "Package",
-    "find_package",
-    "numbers",
-]
-
 SUPPORTED_LLM = ("2.2.0", "2.3.0", "26.0.0", "26.1.0")
 NPU_TORCH = "2.7.1"
 MEGATRON = "0.12.1"

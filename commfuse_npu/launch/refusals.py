@@ -18,20 +18,6 @@ from typing import Any
 
 from commfuse_npu.launch.options import LAYERS, option_name
 
-__all__ = [
-    "BESIDE",
-    "EXPERTS",
-    "RECOMPUTED",
-    "REFUSALS_OF",
-    "UNSPLIT",
-    "IncompatibleOptionsError",
-    "Refusal",
-    "check_compatible",
-    "layer_obstacle",
-    "missing",
-    "unlisted",
-]
-
 
 def _set(value: Any) -> bool:
     """Whether a value is given and not off; the value of a list option may be an empty list."""

@@ -19,8 +19,6 @@ from commfuse_npu.overlap.states import restore_states, save_states
 from mindspeed_patches.fb_overlap.core_versions import StepLayout
 from mindspeed_patches.fb_overlap.state_owners import Models
 
-__all__ = ["checked_step", "has_gradients"]
-
 _ELEMENTS = 2**20
 """Elements per checksum, which takes eight bytes each."""
 
