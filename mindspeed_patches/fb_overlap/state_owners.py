@@ -85,50 +85,50 @@ def state_owners(
         functions: code outside of the models that a forward runs.
         whole: objects that are swapped completely.
     """
-    return _Search(models, functions, whole).found
+    search = _Search(whole)
+    for name, module in list(sys.modules.items()):
+        if module is not None and f"{name}.".startswith(_KNOWN):
+            search.add_module(name, module)
+    for path, layer in named_modules(models):
+        search.add(path, layer)
+    for function in functions:
+        search.add_functions("forward_step_func", function)
+    search.follow_foreign()
+    return search.found
 
 
 class _Search:
     """Collects owners; see :func:`state_owners`."""
 
-    def __init__(
-        self,
-        models: Models,
-        functions: Iterable[Callable[..., Any]],
-        whole: Iterable[Any],
-    ) -> None:
+    def __init__(self, whole: Iterable[Any]) -> None:
         self.found: dict[str, Any] = {}
         self._whole = {id(owner) for owner in whole}
         self._visited: set[int] = set()
         # Names of modules that define foreign code, in the order in which they were found.
         self._foreign: dict[str, None] = {}
-        for name, module in list(sys.modules.items()):
-            if module is not None and f"{name}.".startswith(_KNOWN):
-                self._add_module(name, module)
-        for path, layer in named_modules(models):
-            self._add(path, layer)
-        for function in functions:
-            self._add_functions("forward_step_func", function)
+
+    def follow_foreign(self) -> None:
+        """Add the foreign modules that were met, and what they import."""
         imported: dict[str, ModuleType] = {}
         done: set[str] = set()
         while found := [name for name in self._foreign if name not in done]:
             for module in (sys.modules[name] for name in found if name in sys.modules):
-                self._add_module(module.__name__, module)
+                self.add_module(module.__name__, module)
                 modules = [one for one in vars(module).values() if isinstance(one, ModuleType)]
                 imported.update({one.__name__: one for one in modules})
             done.update(found)
         for name, module in imported.items():
             if _is_foreign(name) and name not in done:
-                self._add_module(name, module, follow=False)
+                self.add_module(name, module, follow=False)
 
-    def _add_module(self, name: str, module: ModuleType, follow: bool = True) -> None:
+    def add_module(self, name: str, module: ModuleType, follow: bool = True) -> None:
         foreign = follow and _is_foreign(name)
-        self._add(name, module, objects=foreign, functions=follow and not foreign)
+        self.add(name, module, objects=foreign, functions=follow and not foreign)
         for attribute, value in list(vars(module).items()):
             if isinstance(value, type) and value.__module__ == name:
-                self._add(f"{name}.{attribute}", value, functions=not foreign)
+                self.add(f"{name}.{attribute}", value, functions=not foreign)
 
-    def _add(self, name: str, owner: Any, objects: bool = True, functions: bool = True) -> None:
+    def add(self, name: str, owner: Any, objects: bool = True, functions: bool = True) -> None:
         """Add an owner and what its attributes hold."""
         if id(owner) in self._visited:
             return
@@ -151,11 +151,11 @@ class _Search:
                     self._look_into(f"{name}[{number}]", item, objects, functions)
         elif objects and self._holds_state(value):
             followed = id(value) in self._whole or _is_foreign(type(value).__module__)
-            self._add(name, value, objects=followed, functions=False)
+            self.add(name, value, objects=followed, functions=False)
         elif functions:
-            self._add_functions(name, value)
+            self.add_functions(name, value)
 
-    def _add_functions(self, name: str, value: Any) -> None:
+    def add_functions(self, name: str, value: Any) -> None:
         """Add the foreign functions that a call of this runs, behind methods and wrappers."""
         if isinstance(value, FunctionType):
             # A library's function keeps its name in wrappers, as of tools that count collectives.
@@ -164,8 +164,8 @@ class _Search:
             defined = str(value.__globals__.get("__name__"))
             if _is_foreign(defined):
                 self._foreign[defined] = None
-                self._add(name, value, functions=False)
-                self._add(f"{name}: closure", Closure(value))
+                self.add(name, value, functions=False)
+                self.add(f"{name}: closure", Closure(value))
             else:
                 self._visited.add(id(value))
             inner = [getattr(value, "__wrapped__", None), *vars(Closure(value)).values()]
@@ -178,7 +178,7 @@ class _Search:
         else:
             return
         for part in inner:
-            self._add_functions(name, part)
+            self.add_functions(name, part)
 
     def _holds_state(self, value: Any) -> bool:
         """Whether this is an object of a class that is no library's."""
