@@ -57,10 +57,10 @@ _EACH_WAY = 3
 
 @dataclass
 class _Training:
-    """What was decided for a model.
+    """What was decided for a model that overlaps.
 
     Attributes:
-        overlap: runs the passes; ``None``: Megatron's order.
+        overlap: runs the passes.
         first_step: watches the first step, then ``None``.
         alone: why no forward runs beside a backward, as the census found.
         ahead: whether recomputations run ahead.
@@ -69,8 +69,8 @@ class _Training:
         steps: seconds per micro-batch of the steps that were timed.
     """
 
-    overlap: ForwardBackwardOverlap | None
-    first_step: FirstStep | None = None
+    overlap: ForwardBackwardOverlap
+    first_step: FirstStep | None
     alone: str | None = None
     ahead: bool = False
     checked: bool = False
@@ -122,7 +122,8 @@ class Overlapping:
         self.clock: Callable[[], float] | None = None
         self.recomputation = Recomputation()
         self.weight_gradients = WeightGradientDeferral()
-        self._trainings: WeakKeyDictionary[torch.nn.Module, _Training] = WeakKeyDictionary()
+        # Of the models whose first step is over; ``None``: Megatron's order.
+        self._trainings: WeakKeyDictionary[torch.nn.Module, _Training | None] = WeakKeyDictionary()
         self._now: _Training | None = None
         self._said: set[str] = set()
 
@@ -135,7 +136,7 @@ class Overlapping:
     def overlap(self) -> ForwardBackwardOverlap | None:
         """Runs the passes of the first model; ``None`` before its second step, and if refused."""
         first = next(iter(self._trainings.values()), None)
-        return None if first is None or first.first_step is not None else first.overlap
+        return None if first is None else first.overlap
 
     def start(self) -> None:
         """Wrap the schedules, also in modules that already imported them.
@@ -186,7 +187,6 @@ class Overlapping:
             return function()
         if training.first_step is not None:
             return training.first_step.run_pass(kind, function)
-        assert training.overlap is not None
         return training.overlap.run_together(**{kind: function})[0]
 
     def _run(self, plain: Function, step: dict[str, Any]) -> Any:
@@ -206,10 +206,10 @@ class Overlapping:
         if reason is not None:
             self._say(f"off: {reason}")
             return plain(**step)
-        training = self._trainings.get(layout.models[0])
-        if training is None:
+        if layout.models[0] not in self._trainings:
             return self._first_step(plain, layout)
-        if training.overlap is None:
+        training = self._trainings[layout.models[0]]
+        if training is None:
             return plain(**step)
         if self._check and not training.checked and not has_gradients(layout):
             training.checked = True
@@ -245,9 +245,8 @@ class Overlapping:
         self, plain: Function, layout: StepLayout, training: _Training, **step: Any
     ) -> Any:
         overlap = training.overlap
-        assert overlap is not None
         reason = training.alone or self._alone(plain, layout)
-        with self._passes_of(training, overlap):
+        with self._passes_of(training):
             if reason is None:
                 losses = OverlappedSchedule(overlap, **step).run()
             else:
@@ -262,9 +261,9 @@ class Overlapping:
         return losses
 
     @contextmanager
-    def _passes_of(self, training: _Training, overlap: ForwardBackwardOverlap) -> Iterator[None]:
+    def _passes_of(self, training: _Training) -> Iterator[None]:
         """In the block, passes are those of this model."""
-        for kind in (self.recomputation.ahead, overlap.recompute_ahead):
+        for kind in (self.recomputation.ahead, training.overlap.recompute_ahead):
             kind.enabled = training.ahead
         with replaced(self, _now=training):
             yield
@@ -293,7 +292,6 @@ class Overlapping:
 
     def _keep_the_faster(self, layout: StepLayout, training: _Training) -> None:
         """Decide on all ranks by the medians of timed steps, for a step of this size."""
-        assert training.overlap is not None
         timed = training.steps[_WARM_UP:]
         medians = [statistics.median(timed[::2]), statistics.median(timed[1::2])]
         slowest = layout.maximum(torch.tensor(medians, device=training.overlap.device))
@@ -301,7 +299,7 @@ class Overlapping:
         in_order, overlapped = (milliseconds * seconds for seconds in slowest)
         compared = f"a step takes {overlapped:.1f} ms, {in_order:.1f} ms in Megatron's order"
         if overlapped >= in_order:
-            training.overlap = None
+            self._trainings[layout.models[0]] = None
             compared = f"off: {compared}; the host, not the transfers, is probably the limit"
         self._say(compared)
 
@@ -309,32 +307,31 @@ class Overlapping:
         """Run a model's first step in Megatron's order, watch it, and decide."""
         step = layout.step
         groups = layout.hidden()
-        training = self._trainings[layout.models[0]] = _Training(None)
         if not groups:
+            self._trainings[layout.models[0]] = None
             self._say("off: no tensor, expert or context parallelism, so nothing to hide")
             return plain(**step)
         log = None
         if self._order_log is not None:
             log = shared_order_log(self._order_log, dist.get_rank(), dist.get_world_size())
-        overlap = training.overlap = ForwardBackwardOverlap(
+        overlap = ForwardBackwardOverlap(
             groups, waits_in=_WAITS_OF_EXPERTS, replicas=layout.joined_replicas(), order_log=log
         )
         separate_scratch()
         overlap.states = pass_states(layout.models, overlap.device)
-        training.first_step = FirstStep(overlap, layout, self.recomputation)
-        try:
-            with self._passes_of(training, overlap):
-                losses: list[Any] = plain(**step)
-            decision = training.first_step.decide()
-        except BaseException:
-            del self._trainings[layout.models[0]]  # if it is tried again, it is watched again
-            raise
-        training.first_step = None
-        training.alone = decision.alone
+        first_step = FirstStep(overlap, layout, self.recomputation)
+        training = _Training(overlap, first_step)
+        with self._passes_of(training):
+            losses: list[Any] = plain(**step)
+        # After an error, a step that is tried again is watched again.
+        decision = first_step.decide()
         if decision.off is not None:
-            training.overlap = None
+            self._trainings[layout.models[0]] = None
             self._say(f"off: {decision.off}")
             return losses
+        self._trainings[layout.models[0]] = training
+        training.first_step = None
+        training.alone = decision.alone
         training.ahead = decision.in_place is None
         if decision.in_place is not None:
             self._say(f"no recomputation runs ahead: {decision.in_place}")
