@@ -25,7 +25,6 @@ from commfuse_npu.tools.measure.figures import Measured, description
 from commfuse_npu.tools.measure.measured_launches import FORMS as LAUNCHED
 from commfuse_npu.tools.measure.measured_launches import (
     Launches,
-    MeasuredForm,
     MeasuredTraining,
     TrainingError,
     launches,
@@ -155,9 +154,9 @@ class _Measurement:
                 self._end_ranks()
                 self._folder.store(LAUNCH, {"asked": options.launch})
                 print(*(f"  {note}\n" for note in self._launched.notes), sep="", end="")
-                for form in self._launched.commands:
-                    train = partial(self._trained, form, self._launched)
-                    yield form.step, f"{LAUNCH}, {form.title}", options.launch, train
+                for name in self._launched.commands:
+                    train = partial(self._trained, name, self._launched)
+                    yield name, f"{LAUNCH}, {LAUNCHED[name].name}", options.launch, train
             else:
                 yield step, step, None, partial(self._times, step)
 
@@ -213,14 +212,18 @@ class _Measurement:
             self._ranks.close()
         self._ranks = None
 
-    def _trained(self, form: MeasuredForm, launched: Launches) -> dict[str, Any]:
-        return train(form, launched, self._folder.path, self._limit())
+    def _trained(self, name: str, launched: Launches) -> dict[str, Any]:
+        return train(name, launched, self._folder.path, self._limit())
 
-    def _trainings(self) -> list[tuple[MeasuredForm, dict[str, Any]]]:
+    def _trainings(self) -> list[MeasuredTraining]:
         """The stored trainings of the last launch, in the order of the forms."""
-        last = self._folder.steps.get(LAUNCH, {}).get("asked")
-        stored = [(form, self._folder.steps.get(form.step)) for form in LAUNCHED]
-        return [(form, saved) for form, saved in stored if saved and saved.get("asked") == last]
+        steps = self._folder.steps
+        last = steps.get(LAUNCH, {}).get("asked")
+        return [
+            MeasuredTraining(form, **saved.get("log", {}), failed=saved.get("failed", ""))
+            for name, form in LAUNCHED.items()
+            if (saved := steps.get(name)) and saved.get("asked") == last
+        ]
 
     def write(self, command: Sequence[str]) -> None:
         """Write the description and the page from the stored steps; print the verdict."""
@@ -228,10 +231,7 @@ class _Measurement:
         steps = {k: v for k, v in self._folder.steps.items() if not k.startswith(f"{LAUNCH}_")}
         failed = {name: part["failed"] for name, part in steps.items() if "failed" in part}
         measured = {name: part["times"] for name, part in steps.items() if "times" in part}
-        trainings = [
-            MeasuredTraining(form, **saved.get("log", {}), failed=saved.get("failed", ""))
-            for form, saved in self._trainings()
-        ]
+        trainings = self._trainings()
         lines = [*verdict(trainings)]
         rows = list[Row]()
         if measured:

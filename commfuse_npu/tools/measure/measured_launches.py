@@ -47,44 +47,26 @@ WARM_UP = 3
 _PROJECT = Path(__file__).resolve().parents[3]
 
 
-class MeasuredForm(NamedTuple):
-    """A form of the launch: name, title, flags, and whether it belongs to CommFuse."""
-
-    name: str
-    title: str
-    flags: str
-    ours: bool = False
-
-    @classmethod
-    def of(cls, name: str, form: Variant) -> MeasuredForm:
-        """A form that is simulated, too."""
-        return cls(name, form.name, form.flags or "", form.ours)
-
-    @property
-    def step(self) -> str:
-        """Its name among the results of a measurement, and that of its log."""
-        return f"launch_{self.name}"
-
-
-FORMS = (
-    MeasuredForm.of("megatron", MEGATRON),
-    MeasuredForm.of("fb_overlap", OVERLAP),
-    MeasuredForm("commfuse", FUSED, "--use-commfuse", ours=True),
-    MeasuredForm.of("mc2", MC2),
-    MeasuredForm.of("coc_kernel", COC_FUSED),
-    MeasuredForm.of("plain", REFERENCE),
-    MeasuredForm.of("coc", COC[1]),
-)
-"""The most useful forms first."""
+_FUSED = Variant(FUSED, "fused", flags="--use-commfuse")
+FORMS = {
+    "launch_megatron": MEGATRON,
+    "launch_fb_overlap": OVERLAP,
+    "launch_commfuse": _FUSED,
+    "launch_mc2": MC2,
+    "launch_coc_kernel": COC_FUSED,
+    "launch_plain": REFERENCE,
+    "launch_coc": COC[1],
+}
+"""The forms, the most useful first, by their names among the results and in those of logs."""
 
 
 class Launches(NamedTuple):
-    """Commands by form, the folder in which they run, and their environment.
+    """Commands by the names of :data:`FORMS`, the folder in which they run, their environment.
 
     ``notes``: what was changed in the launch.
     """
 
-    commands: Mapping[MeasuredForm, Sequence[str]]
+    commands: Mapping[str, Sequence[str]]
     folder: Path
     environment: Mapping[str, str]
     notes: Sequence[str] = ()
@@ -117,23 +99,23 @@ def launches(text: str, ranks: int) -> Launches:
     replace_missing_data(options, folder)
     started = [*torchrun_here(ranks), "-m", "mindspeed_patches.measured"]
     commands = {}
-    for form in FORMS:
-        blocking = ["--blocking"] if form.name == "plain" else []
-        commands[form] = [*started, *blocking, str(script), *_in_form(options, form)]
+    for name, form in FORMS.items():
+        blocking = ["--blocking"] if form is REFERENCE else []
+        commands[name] = [*started, *blocking, str(script), *_in_form(options, form)]
     environment = {**os.environ, **launch.environment}
     paths = [str(_PROJECT), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     return Launches(commands, folder, environment, (*launch.notes, *options.changes))
 
 
-def _in_form(options: Options, form: MeasuredForm) -> list[str]:
+def _in_form(options: Options, form: Variant) -> list[str]:
     result = options.copy()
     result.drop(*PEERS, "--use-commfuse", "--no-use-commfuse")
-    if form.name != "commfuse":
+    if form is not _FUSED:
         result.drop(*commfuse_names(result))
-    if form.name == "fb_overlap":
+    if form is OVERLAP:
         result.set("--commfuse-overlap-memory")  # required in a plain pipeline
-    return [*result.words, *form.flags.split()]
+    return [*result.words, *(form.flags or "").split()]
 
 
 # ------------------------------------------------------------------- trainings
@@ -159,7 +141,7 @@ class MeasuredTraining:
         failed: the reason, with the cause last.
     """
 
-    form: MeasuredForm
+    form: Variant
     losses: list[float] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)
     peak: float | None = None
@@ -186,16 +168,16 @@ class TrainingError(Exception):
     """A form could not be trained; the message has the reason and its last output."""
 
 
-def train(form: MeasuredForm, launches: Launches, folder: Path, limit: float) -> dict[str, Any]:
-    """Train a form, with its output in ``launch_FORM.log``; returns its :func:`read_log`.
+def train(name: str, launches: Launches, folder: Path, limit: float) -> dict[str, Any]:
+    """Train a form, with its output in ``NAME.log``; returns its :func:`read_log`.
 
     Raises:
         TrainingError: it failed, or exceeded the limit of seconds.
     """
-    path = folder / f"{form.step}.log"
+    path = folder / f"{name}.log"
     try:
         code = run_bounded(
-            launches.commands[form],
+            launches.commands[name],
             folder=launches.folder,
             environment=launches.environment,
             log=path,

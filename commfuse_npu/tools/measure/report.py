@@ -10,6 +10,7 @@ from typing import Any
 
 from commfuse_npu.tools.hardware.description import Figure, Hardware
 from commfuse_npu.tools.measure.measured_launches import WARM_UP, MeasuredTraining
+from commfuse_npu.tools.simulate.variants import MEGATRON, REFERENCE
 from commfuse_npu.tools.terminal import table_head, table_row
 
 Row = tuple[str, str, str, str]
@@ -27,13 +28,13 @@ def verdict(trainings: Sequence[MeasuredTraining]) -> Iterator[str]:
         sound = [training for training in ran if _loss_off(today, training) <= _ALIKE]
         yield from _fastest(sound)
         if bad := [training for training in ran if training not in sound]:
-            title = today.form.title
+            title = today.form.name
             yield f"**Do not use**: {_titles(bad)}: losses are not those of {title}, or not finite."
     for weights in dict.fromkeys(training.weights for training in ran if training.weights):
         same = [training for training in ran if training.weights == weights]
         if len(same) > 1:
             yield f"**The same weights, bit for bit**: {_titles(same)}."
-    alike = {training.weights for training in ran if training.form.name in ("plain", "megatron")}
+    alike = {training.weights for training in ran if training.form in (REFERENCE, MEGATRON)}
     if len(alike - {None}) > 1:
         yield (
             "Blocking collectives and Megatron's order are the same arithmetic, and their bits "
@@ -44,12 +45,12 @@ def verdict(trainings: Sequence[MeasuredTraining]) -> Iterator[str]:
         if training.failed:
             why, *lines = training.failed.splitlines()
             cause = f"; `{lines[-1].strip()}`" if lines else ""
-            yield f"**Could not run**: {training.form.title}: {why}{cause}"
+            yield f"**Could not run**: {training.form.name}: {why}{cause}"
 
 
 def _fastest(sound: Sequence[MeasuredTraining]) -> Iterator[str]:
     # Blocking collectives are only a baseline: nobody launches them.
-    candidates = [training for training in sound if training.form.name != "plain"] or list(sound)
+    candidates = [training for training in sound if training.form is not REFERENCE] or list(sound)
     if not candidates:
         return
     best, *others = sorted(candidates, key=lambda training: training.steady[1])
@@ -59,10 +60,10 @@ def _fastest(sound: Sequence[MeasuredTraining]) -> Iterator[str]:
     lead = f"**Use {flags}**" if others and not close else f"**Not decided**; fastest is {flags}"
     against = [f"{best.steady[1]:,.0f} ms per iteration"]
     for training in sound:
-        usual = training.form.name in ("plain", "megatron")
+        usual = training.form in (REFERENCE, MEGATRON)
         if training is not best and (usual or training is rival):
             less = 1 - best.steady[1] / training.steady[1]
-            against.append(f"{100 * less:.1f} % less time than {training.form.title}")
+            against.append(f"{100 * less:.1f} % less time than {training.form.name}")
     yield f"{lead}: {', '.join(against)}."
     if close:
         yield f"Quartiles overlap with those of: {_titles(close)}."
@@ -75,13 +76,13 @@ def launch_table(trainings: Sequence[MeasuredTraining]) -> Iterator[str]:
         return
     today = _today(ran)
     yield f"Medians and quartiles of the iterations after {WARM_UP}.\n"
-    head = ["form", "flags", "ms", "quartiles", f"less time than {today.form.title}", "losses off"]
+    head = ["form", "flags", "ms", "quartiles", f"less time than {today.form.name}", "losses off"]
     yield table_head([*head, "most memory", "weights"], numbers=False)
     for training in ran:
         low, middle, high = training.steady
         flags = training.form.flags
         yield table_row([
-            training.form.title,
+            training.form.name,
             f"`{flags}`" if flags else "",
             f"{middle:,.1f}",
             f"{low:,.1f} .. {high:,.1f}",
@@ -123,7 +124,7 @@ def as_markdown(
         lines += ["## Figures, in SI units", ""]
         head = "figure", "measured (quartiles)", "described", "lies"
         lines += [table_head(head, numbers=False), *map(table_row, figures), ""]
-    launches = {f"launch, {each.form.title}": each.failed for each in trainings if each.failed}
+    launches = {f"launch, {each.form.name}": each.failed for each in trainings if each.failed}
     for name, why in {**failed, **launches}.items():
         lines += [f"## {name}: failed", "", "```", why.strip(), "```", ""]
     lines += ["## Machine", "", *(f"- {k}: {v}" for k, v in facts.items() if v not in ([], None))]
@@ -135,11 +136,11 @@ def _range(figure: Figure) -> str:
 
 
 def _today(ran: Sequence[MeasuredTraining]) -> MeasuredTraining:
-    return next((training for training in ran if training.form.name == "megatron"), ran[0])
+    return next((training for training in ran if training.form is MEGATRON), ran[0])
 
 
 def _titles(trainings: Sequence[MeasuredTraining]) -> str:
-    return "; ".join(training.form.title for training in trainings)
+    return "; ".join(training.form.name for training in trainings)
 
 
 def _loss_off(training: MeasuredTraining, other: MeasuredTraining) -> float:

@@ -21,7 +21,6 @@ from commfuse_npu.tools.measure import measure_command
 from commfuse_npu.tools.measure.measured_launches import (
     FORMS,
     Launches,
-    MeasuredForm,
     TrainingError,
 )
 from commfuse_npu.tools.measure.measuring_steps import STEPS, Scale
@@ -227,16 +226,17 @@ def test_results_that_were_changed_are_named(measured: Path, measure) -> None:
 
 def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path, measured, measure, monkeypatch) -> None:
     """Four forms; ``ends`` says which ones fail, and how."""
-    forms = [form for form in FORMS if form.name in ("megatron", "fb_overlap", "commfuse", "plain")]
+    names = [f"launch_{form}" for form in ("megatron", "fb_overlap", "commfuse", "plain")]
     started = list[str]()
 
     def measured_as(
         line: str = "launch.sh", code: int = 0, minutes: str = "50", **ends: BaseException
     ) -> str:
-        def train(form: MeasuredForm, *_: object) -> dict[str, Any]:
-            started.append(form.name)
-            if form.name in ends:
-                raise ends[form.name]
+        def train(name: str, *_: object) -> dict[str, Any]:
+            form = name.removeprefix("launch_")
+            started.append(form)
+            if form in ends:
+                raise ends[form]
             numbers = [1.0 + i for i in range(10)]
             return {"losses": numbers, "milliseconds": numbers, "peak": None, "weights": "a" * 64}
 
@@ -248,7 +248,7 @@ def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path, measured, measure, monk
         page = (measured / "measured.md").read_text()
         return re.findall(r"^\| (\S.*?) \| .* \| `aaaaaaaa` \|$", page, re.MULTILINE)
 
-    planned = Launches({form: [] for form in forms}, tmp_path, {})
+    planned = Launches({name: [] for name in names}, tmp_path, {})
     monkeypatch.setattr(measure_command, "launches", lambda *_: planned)
     monkeypatch.setattr(measure_command, "check_backend", lambda device: None)
     why = TrainingError("exit code 1 (x.log)\nOSError: liblcal.so")
@@ -264,7 +264,7 @@ def test_a_launch_ends_in_a_verdict_and_a_page(tmp_path, measured, measure, monk
     assert started == ["megatron", "fb_overlap", "commfuse", "plain", "plain"]
     assert "launch, Megatron's order: kept" in printed
     assert "**The same weights, bit for bit**: Megatron's order;" in printed
-    titles = [form.title for form in forms]
+    titles = [FORMS[name].name for name in names]
     assert rows() == titles
     # Another launch is trained again, and results of the first one are not mixed with it.
     measured_as("launch.sh --num-layers 4", code=130, fb_overlap=KeyboardInterrupt())

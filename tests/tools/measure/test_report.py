@@ -32,8 +32,6 @@ def test_layers_of_a_scale_can_be_shared_by_the_ranks() -> None:
 
 # ------------------------------------------------------------------- trainings
 
-FORM = {form.name: form for form in FORMS}
-
 
 def training(
     name: str, ms: float, weights: str | None = "a", off: float = 0.0, spread: float = 0.01
@@ -41,7 +39,7 @@ def training(
     """Ten iterations, the first ones slow; ``off`` is added to the losses."""
     steady = [ms * (1 + spread * (i % 3 - 1)) for i in range(10 - WARM_UP)]
     return MeasuredTraining(
-        FORM[name],
+        FORMS[f"launch_{name}"],
         losses=[10 - 0.1 * i + off for i in range(10)],
         milliseconds=[50 * ms] * WARM_UP + steady,
         peak=51200.0,
@@ -51,7 +49,7 @@ def training(
 
 def failed(name: str) -> MeasuredTraining:
     why = "exit code 1 (x.log)\nTraceback\nOSError: no liblcal.so"
-    return MeasuredTraining(FORM[name], failed=why)
+    return MeasuredTraining(FORMS[f"launch_{name}"], failed=why)
 
 
 SLOW, OURS = training("megatron", 900), training("commfuse", 800)
