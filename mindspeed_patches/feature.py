@@ -33,7 +33,6 @@ from mindspeed_patches.fb_overlap.overlapping import Overlapping
 from mindspeed_patches.training_options import LaunchSettings, register_wrappers
 from mindspeed_patches.wrappers import LinearWrappers
 
-_FUSED = "--use-commfuse"
 _OVERLAPPED = "--commfuse-overlap"
 _NORM_LAYERS = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
 _NORM_COLUMNS = "MindSpeedTELayerNormColumnParallelLinear", "TELayerNormColumnParallelLinear"
@@ -60,7 +59,7 @@ class CommFuseFeature:
 
     def is_need_apply(self, args: argparse.Namespace) -> bool:
         """Whether to register patches; at a lower level validate_args refuses the flags."""
-        return bool(_flags(args))
+        return _given(args, "use_commfuse") or _given(args, "commfuse_overlap")
 
     def register_args(self, parser: argparse.ArgumentParser) -> None:
         """Declare options; called on the early parser and on Megatron's."""
@@ -73,10 +72,9 @@ class CommFuseFeature:
 
         Raises what :meth:`.LaunchSettings.check` raises.
         """
-        flags = _flags(args)
-        if _FUSED in flags:
+        if _given(args, "use_commfuse"):
             self._fuse(patch_manager, args)
-        if _OVERLAPPED in flags:
+        if _given(args, "commfuse_overlap"):
             check_compatible(args, _OVERLAPPED)
             alone = "; ".join(
                 f"{refusal.option}: {refusal.why}"
@@ -84,8 +82,8 @@ class CommFuseFeature:
                 if refusal.given(args)
             )
             self.overlapping = Overlapping(
-                plain_pipelines=bool(getattr(args, "commfuse_overlap_memory", None)),
-                check=bool(getattr(args, "commfuse_overlap_check", None)),
+                plain_pipelines=_given(args, "commfuse_overlap_memory"),
+                check=_given(args, "commfuse_overlap_check"),
                 alone=alone or None,
                 order_log=getattr(args, "commfuse_order_log", None),
             )
@@ -110,15 +108,14 @@ class CommFuseFeature:
         """Check the final arguments; MindSpeed calls this for every feature, enabled or not."""
         settings = LaunchSettings(args)
         settings.check(complete=True)
-        flags = _flags(args)
-        if _FUSED in flags and settings.tensor == 1 and not settings.elsewhere:
+        if settings.options.use_commfuse and settings.tensor == 1 and not settings.elsewhere:
             raise IncompatibleOptionsError(
                 "--use-commfuse needs --tensor-model-parallel-size of at least 2: a group of one "
                 "transfers nothing; choose that, add --commfuse-dp with "
                 "--use-distributed-optimizer for gradients and parameters, or --commfuse-ulysses "
                 "with --context-parallel-algo ulysses_cp_algo, or leave --use-commfuse out"
             )
-        if _OVERLAPPED in flags:
+        if _given(args, "commfuse_overlap"):
             check_compatible(args, _OVERLAPPED)
 
     def _do_nothing(self, *args: Any) -> None:
@@ -127,10 +124,9 @@ class CommFuseFeature:
     pre_register_patches = pre_validate_args = post_validate_args = _do_nothing
 
 
-def _flags(args: argparse.Namespace) -> list[str]:
-    """Those of the two flags that are given."""
-    attributes = {_FUSED: "use_commfuse", _OVERLAPPED: "commfuse_overlap"}
-    return [flag for flag, name in attributes.items() if getattr(args, name, None)]
+def _given(args: argparse.Namespace, flag: str) -> bool:
+    """Whether a flag is given, by its attribute."""
+    return bool(getattr(args, flag, None))
 
 
 def _has_module(name: str) -> bool:

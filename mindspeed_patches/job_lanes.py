@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import timedelta
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -38,21 +39,17 @@ class LaneGroup(NamedTuple):
 
 
 TENSOR_PARALLEL = LaneGroup(
-    "tensor-parallel", "tp", lambda state: state.get_tensor_model_parallel_group()
+    "tensor-parallel", "tp", methodcaller("get_tensor_model_parallel_group")
 )
 """The groups of the linear layers."""
 
-CONTEXT_PARALLEL = LaneGroup(
-    "context-parallel", "cp", lambda state: state.get_context_parallel_group()
-)
+CONTEXT_PARALLEL = LaneGroup("context-parallel", "cp", methodcaller("get_context_parallel_group"))
 """The groups in which MindSpeed's Ulysses exchanges heads with ``ulysses_cp_algo``; its hybrid
 algorithms exchange heads within a part of the group."""
 DATA_PARALLEL = LaneGroup(
     "data-parallel",
     "dp_cp",
-    lambda state: state.get_data_parallel_group(
-        with_context_parallel=True, partial_data_parallel=True
-    ),
+    methodcaller("get_data_parallel_group", with_context_parallel=True, partial_data_parallel=True),
 )
 """The groups over which the distributed optimizer shards dense parameters, context-parallel ranks
 included.

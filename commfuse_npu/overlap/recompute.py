@@ -237,7 +237,7 @@ class _Joined(torch.autograd.Function):
         if turns is None or before is None or not before.can_run_ahead():
             torch.autograd.backward(ends, grads)
         else:
-            fork = turns.fork("recomputation", before.run_ahead, recomputes=True)
+            fork = turns.fork(before.run_ahead)
             torch.autograd.backward(ends, grads)
             turns.join(fork)
         results: list[torch.Tensor | None] = [None, None, None]

@@ -22,10 +22,17 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
 
 def without_modes(stack: ExitStack) -> None:
     """Leave function and dispatch modes of this thread until the stack is closed."""
-    for _ in overrides._get_current_function_mode_stack():
-        stack.callback(overrides._push_mode, overrides._pop_mode())
-    for _ in dispatch._get_current_dispatch_mode_stack():
-        stack.callback(dispatch._push_mode, dispatch._pop_mode())
+    for kind, modes in _modes():
+        for _ in modes:
+            stack.callback(kind._push_mode, kind._pop_mode())
+
+
+def _modes() -> list[tuple[Any, list[Any]]]:
+    """Modes of this thread, the outermost first, with the module that pushes them."""
+    return [
+        (overrides, overrides._get_current_function_mode_stack()),
+        (dispatch, dispatch._get_current_dispatch_mode_stack()),
+    ]
 
 
 class Autocast:
@@ -66,8 +73,7 @@ class ThreadContext:
         self._gradients = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = Autocast(device)
-        self._functions = overrides._get_current_function_mode_stack()
-        self._dispatches = dispatch._get_current_dispatch_mode_stack()
+        self._modes = _modes()
         self._hooks = saved_tensors_hooks()
 
     def enter(self, stack: ExitStack) -> None:
@@ -85,9 +91,7 @@ class ThreadContext:
         if self._hooks is not None:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
         # Pushed, not entered: to enter a mode a second time may fail or change global state.
-        for function_mode in self._functions:
-            overrides._push_mode(function_mode)
-            stack.callback(overrides._pop_mode)
-        for dispatch_mode in self._dispatches:
-            dispatch._push_mode(dispatch_mode)
-            stack.callback(dispatch._pop_mode)
+        for kind, modes in self._modes:
+            for mode in modes:
+                kind._push_mode(mode)
+                stack.callback(kind._pop_mode)

@@ -206,9 +206,9 @@ class Turns:
                 with self.paused():
                     self.weight_gradients.compute_one()
 
-    def fork(self, name: str, function: Callable[[], Any], recomputes: bool = False) -> Pass:
-        """Begin another pass, whose turn comes after that of the calling one."""
-        other = Pass(name, function, recomputes)
+    def fork(self, recomputation: Callable[[], Any]) -> Pass:
+        """Begin a recomputation, whose turn comes after that of the calling pass."""
+        other = Pass("recomputation", recomputation, recomputes=True)
         self._add(other, self._ring.index(self.running) + 1)
         self._start(other)
         return other

@@ -286,7 +286,9 @@ class Overlapping:
             )
             if not recomputes_all(granularity, method, number, layers):
                 return (
-                    f"{plain_pipeline_memory(layout.stages)}; --commfuse-overlap-memory allows that"
+                    f"a pipeline of {layout.stages} stages without virtual stages holds the "
+                    f"activations of up to {2 * layout.stages - 1} micro-batches on the first "
+                    f"stage, instead of {layout.stages}; --commfuse-overlap-memory allows that"
                 )
         return None
 
@@ -357,14 +359,6 @@ class Overlapping:
             rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
             if rank == 0:
                 print(f"CommFuse: overlap: {line}", flush=True)
-
-
-def plain_pipeline_memory(stages: int) -> str:
-    """The cost of forwards beside backwards in a pipeline without virtual stages."""
-    return (
-        f"a pipeline of {stages} stages without virtual stages holds the activations of up to "
-        f"{2 * stages - 1} micro-batches on the first stage, instead of {stages}"
-    )
 
 
 def _synchronized_clock(device: str) -> Callable[[], float]:

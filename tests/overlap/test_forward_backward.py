@@ -238,7 +238,7 @@ def test_a_forked_pass_takes_turns_until_it_is_joined(rank: int) -> None:
     def backward() -> str:
         owner.other = "of the backward"
         turns = active_turns()
-        fork = turns.fork("recomputation", ahead, recomputes=True)
+        fork = turns.fork(ahead)
         work("gradients")
         result = turns.join(fork)
         noted.append(("joined", owner.value))
@@ -345,7 +345,7 @@ def test_an_error_ends_all_passes_with_its_own_name(
 
     def parent() -> None:
         turns = active_turns()
-        fork = turns.fork("recomputation", partial(run, 3))
+        fork = turns.fork(partial(run, 3))
         try:
             run(1)
             turns.join(fork)

@@ -76,7 +76,7 @@ def test_ctrl_c_at_any_instruction_ends_all_passes(rank: int) -> None:
             begun.remove(me)
 
     def backward() -> None:
-        fork = active_turns().fork("recomputation", lambda: side("fork", 2))
+        fork = active_turns().fork(lambda: side("fork", 2))
         side("backward", 2)
         active_turns().join(fork)
 

@@ -50,12 +50,12 @@ def test_passes_that_have_not_ended_have_different_slots() -> None:
 
     def outer() -> None:
         seen.append(turns.running.slot)
-        turns.join(turns.fork("recomputation", inner, recomputes=True))
+        turns.join(turns.fork(inner))
 
     def backward() -> None:
         seen.append(turns.running.slot)
-        turns.join(turns.fork("recomputation", outer, recomputes=True))
-        turns.join(turns.fork("recomputation", inner, recomputes=True))
+        turns.join(turns.fork(outer))
+        turns.join(turns.fork(inner))
 
     turns.run({"backward": backward})
     assert seen == [0, 1, 2, 1]
