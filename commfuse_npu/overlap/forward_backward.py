@@ -6,7 +6,7 @@ import os
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -191,26 +191,23 @@ class ForwardBackwardOverlap:
             if self._log is not None:
                 name = f"{counts} hand-overs, with the points {self._sequence:08x}"
                 self._log.write("meet", self._groups[group], name)
-            self._compare(["passes"], [self._sequence], group)
+            self._compare({"passes": self._sequence}, group)
         if self._replicas is not None:
             # Replicas may run other numbers of micro-batches.
             names = "forward", "backward", "recomputation"
-            points = [
-                zlib.crc32(repr(sorted(self._points[name])).encode())
-                if self._points[name]
-                else None
-                for name in names
-            ]
-            self._compare(names, points, self._replicas)
+            points = {name: sorted(self._points[name]) for name in names}
+            checksums = {
+                name: zlib.crc32(repr(some).encode()) if some else None
+                for name, some in points.items()
+            }
+            self._compare(checksums, self._replicas)
 
-    def _compare(
-        self, names: Sequence[str], values: Sequence[int | None], group: dist.ProcessGroup
-    ) -> None:
-        most = [_ABSENT if value is None else value for value in values]
-        least = [_ABSENT if value is None else -value for value in values]
+    def _compare(self, values: Mapping[str, int | None], group: dist.ProcessGroup) -> None:
+        most = [_ABSENT if value is None else value for value in values.values()]
+        least = [_ABSENT if value is None else -value for value in values.values()]
         compared = torch.tensor([most, least], device=self.device)
         dist.all_reduce(compared, dist.ReduceOp.MAX, group=group)
-        for name, highest, lowest in zip(names, *compared.tolist(), strict=True):
+        for name, highest, lowest in zip(values, *compared.tolist(), strict=True):
             if highest != _ABSENT and highest != -lowest:
                 raise RuntimeError(
                     f"rank {dist.get_rank()} handed over {dict(self.hand_overs)} times in "

@@ -261,9 +261,7 @@ class Turns:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 me.result = me.function()
         except BaseException as error:
-            if self.error is None:
-                self.error = error
-                self._failed = me.name
+            self._fail(me, error)
         del me.function
         self._end(me)
 
@@ -288,11 +286,14 @@ class Turns:
             if not self._shares_casts:
                 torch.clear_autocast_cache()
         except BaseException as error:
-            if self.error is None:
-                self.error = error
-                self._failed = self.running.name
+            self._fail(self.running, error)
         self.running = other
         other.gate.release()
+
+    def _fail(self, one: Pass, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+            self._failed = one.name
 
     def _wait_for_turn(self, me: Pass) -> None:
         me.gate.acquire()
