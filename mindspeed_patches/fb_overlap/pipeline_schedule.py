@@ -39,6 +39,7 @@ class OverlappedSchedule:
         self._models = self._layout.models
         self._iterators = _list(step["data_iterator"])
         self._config = self._layout.config
+        self._virtual = len(self._models) > 1
         self._model_type = utils.get_model_type(self._models[0])
         self._microbatches: int = step["num_microbatches"]
         self._stages = self._layout.stages
@@ -52,8 +53,8 @@ class OverlappedSchedule:
         self._losses: list[Any] = []
         device = next(self._models[0].parameters()).device
         self._tokens = torch.zeros([], dtype=torch.int, device=device)
-        self._inputs: dict[Step, Any] = {}
-        self._outputs: dict[Step, Any] = {}
+        # Input and output of each forward whose backward is to come.
+        self._graphs: dict[Step, tuple[Any, Any]] = {}
         self._no_sync: ExitStack | None = None
         self._synchronized: set[int] = set()
 
@@ -61,9 +62,8 @@ class OverlappedSchedule:
         """Run the step; return its losses, which only the last stage has."""
         config = self._config
         schedules = self._schedules
-        virtual = len(self._models) > 1
         finalize = config.finalize_model_grads_func
-        models = self._models if virtual else self._models[0]
+        models = self._models if self._virtual else self._models[0]
         embedding = None
         last_stage = self._stage == self._stages - 1
         if finalize is not None and self._stages > 1:
@@ -73,7 +73,7 @@ class OverlappedSchedule:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
         self._hold_gradients()
-        if virtual and config.param_sync_func is not None:
+        if self._virtual and config.param_sync_func is not None:
             for chunk in (0, 1):
                 self._synchronize(config.param_sync_func, chunk)
         arrived: tuple[Any, Any] = None, None
@@ -116,14 +116,14 @@ class OverlappedSchedule:
             return None, gradient
         output, tokens = result
         self._tokens += tokens
-        self._inputs[slot.forward], self._outputs[slot.forward] = received, output
+        self._graphs[slot.forward] = received, output
         return output, gradient
 
     def _forward(self, step: Step, received: Any) -> tuple[Any, Any]:
         config = self._config
         model = self._models[step.chunk]
         self._enter_chunk(step.chunk)
-        if len(self._models) > 1 and config.param_sync_func is not None:
+        if self._virtual and config.param_sync_func is not None:
             self._begin_parameters(step)
         forward_step = self._schedules.forward_step
         result: tuple[Any, Any] = forward_step(
@@ -141,7 +141,7 @@ class OverlappedSchedule:
             **supported_keywords(
                 forward_step,
                 cp_group_size=self._layout.context.size(),
-                vp_stage=step.chunk if len(self._models) > 1 else None,
+                vp_stage=step.chunk if self._virtual else None,
                 is_last_stage=self._is_last(step),
             ),
         )
@@ -151,14 +151,12 @@ class OverlappedSchedule:
         config = self._config
         last = step.microbatch == self._microbatches - 1
         self._enter_chunk(step.chunk)
-        virtual = len(self._models) > 1
-        if last and (config.grad_sync_func is None or (not virtual and self._stage == 0)):
+        if last and (config.grad_sync_func is None or (not self._virtual and self._stage == 0)):
             self._release_gradients()
             self._synchronized.add(step.chunk)
         backward_step = self._schedules.backward_step
         gradient = backward_step(
-            self._inputs.pop(step),
-            self._outputs.pop(step),
+            *self._graphs.pop(step),
             received,
             config=config,
             **supported_keywords(
@@ -167,7 +165,7 @@ class OverlappedSchedule:
                 pipeline_model_parallel_size=self._stages,
             ),
         )
-        if virtual:
+        if self._virtual:
             if config.grad_sync_func is not None:
                 self._begin_gradients(step)
             self._hold_gradients()
@@ -223,9 +221,7 @@ class OverlappedSchedule:
 
     def _enter_chunk(self, chunk: int) -> None:
         # Later core versions pass the chunk to forward_step as vp_stage.
-        if len(self._models) > 1 and not supported_keywords(
-            self._schedules.forward_step, vp_stage=chunk
-        ):
+        if self._virtual and not supported_keywords(self._schedules.forward_step, vp_stage=chunk):
             self._parallel.set_virtual_pipeline_model_parallel_rank(chunk)
 
     def _hold_gradients(self) -> None:
