@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from commfuse_npu.tools.launch_script import NoTrainingError, UsageError
@@ -109,8 +110,8 @@ def _from_shell(
     script = next((path for path in (file, folder / file) if path.is_file()), None)
     if script is None:
         raise UsageError(f"there is no launch script {file} here or in {folder}")
-    command = [str(script.resolve()), *words[1:]]
-    reading = read_script(command, folder, environ, _ANSWER)
+    read = partial(read_script, [str(script.resolve()), *words[1:]], folder, environ)
+    reading = read(_ANSWER)
     not_run = [record for record in reading.records if _is_not_run(record)]
     if not reading.trainings:
         raise _without_training(script, reading, not_run)
@@ -121,7 +122,7 @@ def _from_shell(
     if any(_differences(first, other) for other in others):
         count = 1 + len(others)
         launch.notes.append(f"{script.name} starts {count} trainings; this is about the first")
-    changing = _changing(command, folder, environ, first, text) if not_run else set()
+    changing = _changing(read, first, text) if not_run else set()
     used = [record for record in not_run if record.used] or not_run
     commands = ", ".join(list(dict.fromkeys(f"`{record}`" for record in used))[:3])
     depends = f"depends on {commands}, which the reading of a script does not run"
@@ -138,21 +139,19 @@ def _from_shell(
     return launch
 
 
-def _changing(
-    command: Sequence[str],
-    folder: Path,
-    environ: Mapping[str, str],
-    training: StartedCommand,
-    text: str,
-) -> set[str]:
+def _changing(read: Callable[..., Reading], training: StartedCommand, text: str) -> set[str]:
     """Options of a training that depend on commands that are not run.
 
     They change if the script is read with other answers of such commands: another number, the
     script's text, in which a ``grep`` finds what it looks for, and a failure.
+
+    Args:
+        read: the script, with an answer.
+        text: of the script.
     """
 
     def changed(answer: Answer) -> set[str]:
-        other = read_script(command, folder, environ, answer, first_only=True)
+        other = read(answer, first_only=True)
         if other.trainings:
             return _differences(training, other.trainings[0])
         # A failure may end the script before.  So does a text that it takes for a number, which may

@@ -219,20 +219,20 @@ def write_stand_ins(folder: Path, answer: Answer, output: int, report: int) -> M
         path = folder / name
         path.write_text(_filled(text, values), "utf-8")
         path.chmod(0o755)
-    recorded = {"answer": answer.text.encode(), "status": answer.status}
-    _write_recorder(home, {**recorded, "output": output, "report": report})
+    recorded = {"output": output, "report": report, "status": answer.status}
+    _write_recorder(home, answer=answer.text.encode(), **recorded)
     return {"PATH": str(programs), "BASH_ENV": str(folder / "shell"), "PYTHONHOME": str(home)}
 
 
-def _write_recorder(home: Path, values: Mapping[str, object]) -> None:
+def _write_recorder(home: Path, **values: object) -> None:
     """Write the recorder for each Python that is started with this ``PYTHONHOME``."""
     library = home / "lib"
     library.mkdir(parents=True)
     os.symlink(library, home / "lib64")
     for minor in _PYTHONS:
         os.symlink(library, library / f"python3.{minor}")
-    always = {"mark": _MARK, "own_reader": _OWN_READER, "python": os.fsencode(sys.executable)}
-    literals = {name: repr(value) for name, value in {**always, **values}.items()}
+    values |= {"mark": _MARK, "own_reader": _OWN_READER, "python": os.fsencode(sys.executable)}
+    literals = {name: repr(value) for name, value in values.items()}
     (library / "encodings.py").write_text(_filled(_RECORDER, literals), "utf-8")
 
 
