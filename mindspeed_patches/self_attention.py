@@ -32,12 +32,15 @@ from commfuse_npu.ops import Documents, LinearOptions
 from commfuse_npu.ops.call import AnyTransport
 from mindspeed_patches.core_attention import softmax_scale
 
+Arguments = dict[str, Any]
+"""Keywords of a call, or of an op with attention."""
+
 _AFTER_THE_MASK = ("attn_mask_type", "attention_bias", "packed_seq_params")
 
 
 def attention_arguments(
-    core: Any, args: Sequence[Any], kwargs: dict[str, Any], length: int, batch: int
-) -> dict[str, Any] | str:
+    core: Any, args: Sequence[Any], kwargs: Arguments, length: int, batch: int
+) -> Arguments | str:
     """The ops' ``causal``, ``documents`` and ``scale``, or why this attention is more than theirs.
 
     Args:
@@ -128,7 +131,7 @@ class DeferredAttention(torch.Tensor):
     """
 
     _heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    _arguments: dict[str, Any]
+    _arguments: Arguments
     _attend: Callable[[], torch.Tensor]
     _value: torch.Tensor | None
 
@@ -138,7 +141,7 @@ class DeferredAttention(torch.Tensor):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        arguments: dict[str, Any],
+        arguments: Arguments,
         attend: Callable[[], torch.Tensor],
         ranks: int = 1,
     ) -> DeferredAttention:

@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commfuse_npu.launch.refusals import RECOMPUTED
 from commfuse_npu.runtime.collectives import all_gather_rows
+from mindspeed_patches.self_attention import Arguments
 
 
-def projections_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
+def projections_obstacle(layer: Any, arguments: Arguments) -> str | None:
     """Why neither projection of a layer can take part; ``arguments`` follow the mask."""
     config = layer.config
     if config.tensor_model_parallel_size > 1:
@@ -39,7 +40,7 @@ def projections_obstacle(layer: Any, arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def qkv_obstacle(layer: Any, rows: int, size: int, arguments: dict[str, Any]) -> str | None:
+def qkv_obstacle(layer: Any, rows: int, size: int, arguments: Arguments) -> str | None:
     """Why the projection to q, k and v cannot take part in the exchange, or ``None``.
 
     Args:

@@ -54,6 +54,7 @@ from commfuse_npu.runtime.collectives import all_to_all
 from mindspeed_patches.job_lanes import CONTEXT_PARALLEL, LaneUser
 from mindspeed_patches.patching import around, replaced
 from mindspeed_patches.self_attention import (
+    Arguments,
     DeferredAttention,
     attention_arguments,
     heads_obstacle,
@@ -92,7 +93,7 @@ class _JoinedLayer(NamedTuple):
 
     qkv: bool
     proj: bool
-    arguments: dict[str, Any]
+    arguments: Arguments
 
 
 class UlyssesWrappers(LaneUser):
@@ -182,12 +183,12 @@ class UlyssesWrappers(LaneUser):
             return forward(layer, hidden_states, attention_mask, **arguments)
 
     def _join(
-        self, layer: Any, rows: int, batch: int, arguments: dict[str, Any], stack: ExitStack
-    ) -> dict[str, Any]:
+        self, layer: Any, rows: int, batch: int, arguments: Arguments, stack: ExitStack
+    ) -> Arguments:
         """Let the projections take part until ``stack`` closes; returns arguments that change."""
         lanes = self.lanes()
         obstacle = projections_obstacle(layer, arguments)
-        found: dict[str, Any] | str = {}
+        found: Arguments | str = {}
         if obstacle is None:
             core = innermost(layer.core_attention.local_attn)
             passed = {name: arguments.get(name) for name in ("attention_bias", "packed_seq_params")}
@@ -252,7 +253,7 @@ class UlyssesWrappers(LaneUser):
         options = self._options[layer.gradient_accumulation_fusion]
         return input_.project(attention_all_to_all, layer, options, self.lanes())
 
-    def _attend(self, heads: Heads, arguments: dict[str, Any]) -> torch.Tensor:
+    def _attend(self, heads: Heads, arguments: Arguments) -> torch.Tensor:
         """Attention on exchanged heads; returns ``[s, B, A * D]``."""
         self._linears.calls["ulysses", "fused"] += 1
         given = arguments | {"options": self._options[False], "group": self.lanes()}
