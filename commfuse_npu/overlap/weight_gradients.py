@@ -26,7 +26,7 @@ class _Waiting:
     """A gradient that waits, with the context of its node and the states of its operands."""
 
     parameter: torch.Tensor
-    compute: Callable[[], object]
+    accumulate: Callable[..., object]
     operands: tuple[torch.Tensor, ...]
     states: tuple[tuple[int, int], ...]
     context: ThreadContext
@@ -77,20 +77,21 @@ class WeightGradients:
     def add(
         self,
         parameter: torch.Tensor,
-        compute: Callable[[], object],
+        accumulate: Callable[..., object],
         operands: Sequence[torch.Tensor],
     ) -> None:
         """Let a gradient wait; if too many wait already, the oldest one is computed.
 
         Args:
-            compute: adds the gradient to that of the parameter, without any transfer.
-            operands: what it reads; nobody may change them until then.
+            accumulate: ``accumulate(parameter, *operands)`` adds the gradient to that of the
+                parameter, without any transfer.
+            operands: nobody may change them until then.
         """
         if len(self) >= MOST_WEIGHT_GRADIENTS:
             self.compute_one()
         states = tuple(map(_state, operands))
         context = ThreadContext(self._kind)
-        self._waiting.append(_Waiting(parameter, compute, tuple(operands), states, context))
+        self._waiting.append(_Waiting(parameter, accumulate, tuple(operands), states, context))
         self.deferred += 1
         waiting = (operand for one in self._waiting for operand in one.operands)
         self.most_bytes = max(self.most_bytes, sum(operand.nbytes for operand in waiting))
@@ -110,7 +111,7 @@ class WeightGradients:
             stack.enter_context(torch.no_grad())
             try:
                 waiting.refuse_changed_operands()
-                waiting.compute()
+                waiting.accumulate(waiting.parameter, *waiting.operands)
             except BaseException:
                 self.discard()
                 raise

@@ -22,7 +22,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -246,7 +245,7 @@ class WeightGradientDeferral:
         accumulate: Callable[..., None],
         operands: Sequence[torch.Tensor],
     ) -> None:
-        queue.add(weight, partial(accumulate, weight, *operands), operands)
+        queue.add(weight, accumulate, operands)
         self.most = max(self.most, queue.deferred)
         self.most_bytes = max(self.most_bytes, queue.most_bytes)
 

@@ -129,7 +129,7 @@ class Recomputation:
                 with self._noted(layers):
                     return function(*inputs)
             self.at_boundary()
-            return self._recompute(checkpoint(), function, inputs)
+            return self._recompute(checkpoint(), functools.partial(function, *inputs))
 
         def checkpoint() -> _Checkpoint:
             code = getattr(function, "__code__", type(function))
@@ -181,13 +181,11 @@ class Recomputation:
         """Whether a recomputation runs in this thread."""
         return self._current is not None
 
-    def _recompute(
-        self, checkpoint: _Checkpoint, function: Function, inputs: tuple[Any, ...]
-    ) -> Any:
+    def _recompute(self, checkpoint: _Checkpoint, recompute: Callable[[], Any]) -> Any:
         known = self.calls.get(checkpoint)
         if known is not None:
             run = _Run(known)
-            outputs = self._run(run, function, inputs)
+            outputs = self._run(run, recompute)
             if len(run.layers) != known.total and known.read < known.total:
                 raise RuntimeError(
                     f"a recomputation called {len(run.layers)} row-parallel layers, the first one "
@@ -197,7 +195,7 @@ class Recomputation:
             return outputs
         with Readers() as readers:
             run = _Run(readers=readers)
-            outputs = self._run(run, function, inputs)
+            outputs = self._run(run, recompute)
         self.most_bytes = max(self.most_bytes, saved_bytes(outputs))
         total = len(run.layers)
         read = _most_on_any_rank(total - readers.unread(outputs), run.layers)
@@ -210,9 +208,9 @@ class Recomputation:
         hook_collectives()
         return outputs
 
-    def _run(self, run: _Run, function: Function, inputs: tuple[Any, ...]) -> Any:
+    def _run(self, run: _Run, recompute: Callable[[], Any]) -> Any:
         with replaced(self._this_thread, run=run):
-            outputs = function(*inputs)
+            outputs = recompute()
             self.at_boundary()
             return outputs
 

@@ -35,12 +35,12 @@ class Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         x, weight = ctx.saved_tensors
 
-        def accumulate() -> None:
+        def accumulate(weight: Any, grad: torch.Tensor, x: torch.Tensor) -> None:
             weight.total.add_(grad.t() @ x)
 
         turns = active_turns()
         if turns is None:
-            accumulate()
+            accumulate(weight, grad, x)
         else:
             turns.weight_gradients.add(weight, accumulate, (grad, x))
         return grad @ weight, None

@@ -19,7 +19,7 @@ def test_first_in_first_out_and_few_wait() -> None:
     computed: list[int] = []
     for number in range(MOST_WEIGHT_GRADIENTS + 2):
         operands = torch.zeros(4, 2), torch.zeros(4, 3, dtype=torch.bfloat16)
-        queue.add(WEIGHT, partial(computed.append, number), operands)
+        queue.add(WEIGHT, lambda *_, number=number: computed.append(number), operands)
     assert computed == [0, 1]
     assert queue.most_bytes == MOST_WEIGHT_GRADIENTS * (4 * 2 * 4 + 4 * 3 * 2)
     queue.compute_one()
@@ -36,7 +36,7 @@ def test_older_gradients_are_computed_first() -> None:
     computed: list[int] = []
     other = torch.nn.Parameter(torch.zeros(3, 2))
     for number, weight in enumerate((other, WEIGHT, other)):
-        queue.add(weight, partial(computed.append, number), ())
+        queue.add(weight, lambda *_, number=number: computed.append(number), ())
     queue.compute_those_of(WEIGHT)
     assert computed == [0, 1]
 
@@ -46,7 +46,7 @@ def test_after_an_error_nothing_waits() -> None:
     queue.add(WEIGHT, partial(pytest.fail, "computed"), [torch.zeros(2)])
     queue.discard()
     queue.compute_all()
-    queue.add(WEIGHT, int, [torch.zeros(3)])
+    queue.add(WEIGHT, lambda *_: None, [torch.zeros(3)])
     assert queue.most_bytes == 12
 
 
@@ -83,7 +83,7 @@ def test_modes_of_another_pass_do_not_apply() -> None:
     queue = WeightGradients()
     x = torch.ones(2, 2, requires_grad=True)
     products: list[torch.Tensor] = []
-    queue.add(WEIGHT, lambda: products.append(x @ x), [x])
+    queue.add(WEIGHT, lambda *_: products.append(x @ x), [x])
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16), Functions(), Dispatches():
         queue.compute_one()
     assert products[0].dtype == torch.float32
