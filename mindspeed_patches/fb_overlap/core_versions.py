@@ -156,8 +156,9 @@ class StepLayout:
         """Arguments of :func:`~commfuse_npu.plan.slots.slots` for this rank."""
         return self.stages, self.stage, len(self.models), self.step["num_microbatches"]
 
-    def maximum(self, values: torch.Tensor) -> list[Any]:
+    def maximum(self, *numbers: float) -> list[Any]:
         """The largest of each number among the ranks that train these models; a collective."""
+        values = torch.tensor(numbers, device=next(self.models[0].parameters()).device)
         groups = [self.replicas, self.pipeline]
         if self.replicas is None:
             groups += [getattr(self._groups, name, None) for name in ("tp", "cp", "dp", "dp_cp")]

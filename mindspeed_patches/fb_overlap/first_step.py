@@ -107,7 +107,6 @@ class FirstStep:
     def decide(self) -> Decision:
         """Decide; collective over all ranks that train the model."""
         census = self._census
-        device = self._overlap.device
         both = census.written_by_both(["forward"], ["backward", "recomputation"])
         beside_gradients = census.written_by_both(["recomputation"], ["backward"])
         if both:
@@ -118,15 +117,13 @@ class FirstStep:
             )
         size = self._recomputation.most_bytes
         differ = self._different_points()
-        found = [
+        not_beside, not_ahead, too_large, draws, off = self._layout.maximum(
             len(both),
             len(beside_gradients),
-            size > _free_bytes(device),
+            size > _free_bytes(self._overlap.device),
             self._draws,
             differ is not None,
-        ]
-        anywhere = torch.tensor(found, dtype=torch.int64, device=device)
-        not_beside, not_ahead, too_large, draws, off = self._layout.maximum(anywhere)
+        )
         alone = in_place = None
         unknown = "state that is not known to belong to a micro-batch (ranks that found it name it)"
         if not_beside:

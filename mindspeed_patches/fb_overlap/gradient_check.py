@@ -12,7 +12,6 @@ from itertools import repeat, tee
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from commfuse_npu.overlap import PassState
 from commfuse_npu.overlap.states import restore_states, save_states
@@ -58,10 +57,7 @@ def checked_step(
     first, again, ours = checksums
     unsteady = _differences(first, again)
     different = _differences(first, ours)
-    device = next(models[0].parameters()).device
-    counts = torch.tensor([len(unsteady), len(different)], device=device)
-    dist.all_reduce(counts, dist.ReduceOp.MAX)
-    some_unsteady, some_different = counts.tolist()
+    some_unsteady, some_different = layout.maximum(len(unsteady), len(different))
     if some_unsteady:
         named = f", here of {unsteady[0]}" if unsteady else ""
         return losses, (
@@ -82,8 +78,7 @@ def has_gradients(layout: StepLayout) -> bool:
     """Whether gradients of earlier steps are still being accumulated on a rank; a collective."""
     gradients = [gradient for _, gradient in _gradients(layout.models)]
     some = any(bool(gradient.any()) for gradient in gradients)
-    device = next(layout.models[0].parameters()).device
-    return bool(layout.maximum(torch.tensor([some], dtype=torch.int64, device=device))[0])
+    return layout.maximum(int(some)) == [1]
 
 
 def _repeated(data: Any, times: int) -> Iterable[Any]:

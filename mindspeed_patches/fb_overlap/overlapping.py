@@ -295,8 +295,7 @@ class Overlapping:
     def _keep_the_faster(self, layout: StepLayout, training: _Training) -> None:
         """Decide on all ranks by the medians of timed steps, for a step of this size."""
         timed = training.steps[_WARM_UP:]
-        medians = [statistics.median(timed[::2]), statistics.median(timed[1::2])]
-        slowest = layout.maximum(torch.tensor(medians, device=training.overlap.device))
+        slowest = layout.maximum(statistics.median(timed[::2]), statistics.median(timed[1::2]))
         milliseconds = 1e3 * layout.step["num_microbatches"]
         in_order, overlapped = (milliseconds * seconds for seconds in slowest)
         compared = f"a step takes {overlapped:.1f} ms, {in_order:.1f} ms in Megatron's order"
