@@ -7,8 +7,9 @@ lists the step behind each figure.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import mul
 from statistics import median
 from typing import Any
 
@@ -126,14 +127,16 @@ def _gemms(times: Times, base: Hardware, ranges: Ranges) -> Figures:
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Slope and intercept of the least-squares line, with relative errors as weights."""
     weights = [1 / y**2 for _, y in points]
-    total = sum(weights)
-    x0 = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    y0 = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (x - x0) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(map(mul, weights, values)) / sum(weights)
+
+    x0 = mean(x for x, _ in points)
+    y0 = mean(y for _, y in points)
+    spread = mean((x - x0) ** 2 for x, _ in points)
     if not spread:
         return 0.0, y0
-    moment = sum(w * (x - x0) * (y - y0) for w, (x, y) in zip(weights, points, strict=True))
-    slope = moment / spread
+    slope = mean((x - x0) * (y - y0) for x, y in points) / spread
     return slope, y0 - slope * x0
 
 
