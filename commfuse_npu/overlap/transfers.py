@@ -36,19 +36,12 @@ from commfuse_npu.runtime.undefined_results import results_are_undefined
 
 __all__ = ["active_turns", "handing_over", "hook_collectives", "take_turns_at_transfers"]
 
-_WAIT_HANDS_OVER = {
-    "all_gather": False,
-    "all_gather_into_tensor": False,
-    "all_gather_single": False,
-    "all_reduce": True,
-    "all_to_all": True,
-    "all_to_all_single": True,
-    "reduce_scatter": True,
-    "reduce_scatter_single": True,
-    "reduce_scatter_tensor": True,
-}
-"""Collectives by all names of torch 2.7 to 2.13, and whether the ``wait()`` of an asynchronous one
-hands over."""
+_COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_single"),
+    *("all_reduce", "all_to_all", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+)
+"""By all names of torch 2.7 to 2.13."""
 
 Groups = Mapping[dist.ProcessGroup | None, int]
 """Groups whose collectives hand over, with their numbers in the order log; the key ``None`` is the
@@ -119,15 +112,15 @@ class _Transfer:
         return getattr(self._work, name)
 
 
-def handing_over(function: Callable[..., Any], wait_hands_over: bool) -> Callable[..., Any]:
+def handing_over(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a collective, which has the parameters ``group`` and ``async_op``, in that order.
 
-    Args:
-        wait_hands_over: whether the ``wait()`` of an asynchronous one hands over.
+    The ``wait()`` of an asynchronous one hands over, unless its name begins with ``all_gather``.
     """
     names = list(inspect.signature(function).parameters)
     group_at = names.index("group")
     async_at = names.index("async_op")
+    wait_hands_over = not function.__name__.startswith("all_gather")
 
     @functools.wraps(function)
     def collective(*args: Any, **kwargs: Any) -> Any:
@@ -244,9 +237,7 @@ def hook_collectives() -> None:
     """Wrap the functions, once; outside of passes they do what they did, unless their results are
     left undefined (:mod:`~commfuse_npu.runtime.undefined_results`)."""
     wraps: list[tuple[Any, str, Callable[..., Any]]] = [
-        (c10d, name, functools.partial(handing_over, wait_hands_over=wait_hands_over))
-        for name, wait_hands_over in _WAIT_HANDS_OVER.items()
-        if hasattr(c10d, name)
+        (c10d, name, handing_over) for name in _COLLECTIVES if hasattr(c10d, name)
     ]
     wraps.append((functional, "wait_tensor", functools.partial(_preceded, act=_wait_functional)))
     for name, wrapper in (("Event", _event_synchronize), ("Stream", _stream_synchronize)):

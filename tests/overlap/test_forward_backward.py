@@ -331,7 +331,7 @@ def test_an_error_ends_all_passes_with_its_own_name(
     overlap, ended = ForwardBackwardOverlap([world()]), set[int]()
     # Its wait fails, as if another rank had died.
     work = SimpleNamespace(wait=fail)
-    all_reduce = transfers.handing_over(lambda x, group=None, async_op=False: work, True)
+    all_reduce = transfers.handing_over(lambda x, group=None, async_op=False: work)
 
     def run(me: int) -> None:
         try:

@@ -141,7 +141,7 @@ def late(name: str) -> Any:
 
         return SimpleNamespace(wait=wait)
 
-    return transfers.handing_over(collective, not name.startswith("all_gather"))
+    return transfers.handing_over(collective)
 
 
 COLLECTIVES = (

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -52,7 +51,7 @@ class Baseline(CollectiveTransport):
 
     # [s, F] of every rank to [n * s, F]; the sum of [n * s, F] over the ranks to [s, F].
     # In forward-backward overlap, both sides take turns at them as at torch's own.
-    @partial(handing_over, wait_hands_over=False)
+    @handing_over
     def all_gather(
         self, out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> Any:
@@ -64,7 +63,7 @@ class Baseline(CollectiveTransport):
         exchange = _ExchangeWork(self, works)
         return exchange if async_op else exchange.wait()
 
-    @partial(handing_over, wait_hands_over=True)
+    @handing_over
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> Any:
