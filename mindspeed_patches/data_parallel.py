@@ -38,7 +38,7 @@ import torch.distributed as dist
 from commfuse_npu.ops import Buckets, LinearOptions
 from commfuse_npu.runtime.transport import Transport
 from mindspeed_patches.job_lanes import DATA_PARALLEL, LaneUser
-from mindspeed_patches.patching import around
+from mindspeed_patches.patching import around, register
 from mindspeed_patches.wrappers import LinearWrappers
 
 _GROUPS = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
@@ -75,9 +75,8 @@ class BucketWrappers:
 
     def register(self, manager: Any) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in."""
-        manager.register_patch(f"{_GROUPS}.start_grad_sync", self.start_grad_sync_wrapper)
-        manager.register_patch(f"{_GROUPS}.start_param_sync", self.start_param_sync_wrapper)
-        manager.register_patch(f"{_MODEL}.finish_grad_sync", self.finish_grad_sync_wrapper)
+        register(manager, _GROUPS, self.start_grad_sync_wrapper, self.start_param_sync_wrapper)
+        register(manager, _MODEL, self.finish_grad_sync_wrapper)
 
     @around
     def start_grad_sync_wrapper(

@@ -24,7 +24,7 @@ from commfuse_npu.runtime.device_streams import side_stream
 from commfuse_npu.runtime.hccl_options import buffers_of
 from commfuse_npu.runtime.order_log import shared_order_log
 from commfuse_npu.runtime.transport import Transport
-from mindspeed_patches.patching import around
+from mindspeed_patches.patching import around, register
 
 _logger = logging.getLogger(__name__)
 _MODULE = "megatron.core.parallel_state"
@@ -101,8 +101,8 @@ class LaneUser:
 
     def register_lanes(self, manager: Any) -> None:
         """Register with MindSpeed's patch manager, or with our stand-in."""
-        for name in ("initialize_model_parallel", "destroy_model_parallel"):
-            manager.register_patch(f"{_MODULE}.{name}", getattr(self, f"{name}_wrapper"))
+        changes = self.initialize_model_parallel_wrapper, self.destroy_model_parallel_wrapper
+        register(manager, _MODULE, *changes)
 
     @around
     def initialize_model_parallel_wrapper(

@@ -68,9 +68,11 @@ class MeasuredRun(TrainedState):
     def posted_wrapper(self, collective: Function, *args: Any, **kwargs: Any) -> Any:
         work = collective(*args, **kwargs)
         group = kwargs.get("group")
-        if kwargs.get("async_op") and group is not None and group is _tensor_parallel_group():
-            work.wait()
-            self.waited.append(collective.__name__)
+        if kwargs.get("async_op") and group is not None:
+            state: Any = sys.modules["megatron.core.parallel_state"]
+            if group is state.get_tensor_model_parallel_group(check_initialized=False):
+                work.wait()
+                self.waited.append(collective.__name__)
         return work
 
     def tell(self) -> None:
@@ -86,11 +88,6 @@ class MeasuredRun(TrainedState):
                 print(f"collectives waited for at once: {len(self.waited)}", flush=True)
             print(f"most memory taken of a device (MB): {max(by_rank)}", flush=True)
             print(f"sha256 of all weights: {bits}", flush=True)
-
-
-def _tensor_parallel_group() -> Any:
-    state = sys.modules["megatron.core.parallel_state"]
-    return state.get_tensor_model_parallel_group(check_initialized=False)
 
 
 if __name__ == "__main__":

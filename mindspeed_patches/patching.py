@@ -43,6 +43,13 @@ def around(method: Function) -> Function:
     return wrapper
 
 
+def register(manager: Any, owner: str, *wrappers: Function) -> None:
+    """Register wrappers with a patch manager: ``name_wrapper`` is that of ``owner.name``."""
+    for wrapper in wrappers:
+        name = wrapper.__name__.removesuffix("_wrapper")
+        manager.register_patch(f"{owner}.{name}", wrapper)
+
+
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     """Set attributes of one object, not of its class, and restore the previous ones at the end."""

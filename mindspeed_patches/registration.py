@@ -24,6 +24,7 @@ from commfuse_npu.launch.packages import (
     numbers,
 )
 from mindspeed_patches.feature import CommFuseFeature
+from mindspeed_patches.patching import register
 
 FEATURE = CommFuseFeature()
 _APPLIES_PATCHES = ("mindspeed_llm.tasks.megatron_adaptor_v2", "mindspeed.megatron_adaptor")
@@ -73,7 +74,7 @@ def wrap_training(*wrappers: Callable[..., Any]) -> None:
     Call it before MindSpeed applies its patches.
 
     Args:
-        wrappers: for the patch manager; ``train_step_wrapper`` is that of ``train_step``.
+        wrappers: for :func:`.patching.register`; ``train_step_wrapper`` is that of ``train_step``.
     """
     manager = _features_manager()
     apply = manager.apply_features_patches
@@ -81,9 +82,7 @@ def wrap_training(*wrappers: Callable[..., Any]) -> None:
     def apply_features_patches(args: argparse.Namespace) -> None:
         apply(args)
         patches = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
-        for wrapper in wrappers:
-            name = wrapper.__name__.removesuffix("_wrapper")
-            patches.register_patch(f"megatron.training.training.{name}", wrapper)
+        register(patches, "megatron.training.training", *wrappers)
         patches.apply_patches()
 
     manager.apply_features_patches = staticmethod(apply_features_patches)

@@ -30,15 +30,13 @@ from commfuse_npu.launch.refusals import EXPERTS, RECOMPUTED, IncompatibleOption
 from mindspeed_patches.core_attention import softmax_scale
 from mindspeed_patches.data_parallel import BucketWrappers
 from mindspeed_patches.layer_names import layer_name
-from mindspeed_patches.patching import Function, around
+from mindspeed_patches.patching import Function, around, register
 from mindspeed_patches.self_attention import attention_arguments
 from mindspeed_patches.ulysses_wrappers import innermost
 from mindspeed_patches.wrappers import LinearWrappers
 
 Counts = Counter[tuple[str, str]]
 """Number of layers by (kind, reason); the reason is empty for those that are fused."""
-
-_GET_MODEL = "megatron.training.training.get_model"
 
 
 @dataclass
@@ -58,7 +56,7 @@ class StartReport:
 
     def register(self, manager: Any) -> None:
         """Register with MindSpeed's patch manager: wrap Megatron's ``get_model``."""
-        manager.register_patch(_GET_MODEL, self.get_model_wrapper)
+        register(manager, "megatron.training.training", self.get_model_wrapper)
 
     @around
     def get_model_wrapper(

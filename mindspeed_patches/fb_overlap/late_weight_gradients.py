@@ -33,7 +33,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from commfuse_npu.overlap.transfers import active_turns
 from commfuse_npu.overlap.weight_gradients import WeightGradients
-from mindspeed_patches.patching import around
+from mindspeed_patches.patching import around, register
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _GROUPED = "mindspeed.ops.gmm"
@@ -126,8 +126,7 @@ class WeightGradientDeferral:
         linear = f"{_LAYERS}.LinearWithGradAccumulationAndAsyncCommunication.backward"
         patch_manager.register_patch(linear, self.linear_backward_wrapper)
         group = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
-        ready = f"{group}.register_grad_ready"
-        patch_manager.register_patch(ready, self.register_grad_ready_wrapper)
+        register(patch_manager, group, self.register_grad_ready_wrapper)
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(_GROUPED)
             grouped = f"{_GROUPED}.GMMFunction.backward"

@@ -41,7 +41,7 @@ from mindspeed_patches.fb_overlap.late_weight_gradients import WeightGradientDef
 from mindspeed_patches.fb_overlap.pass_states import pass_states, separate_scratch
 from mindspeed_patches.fb_overlap.pipeline_schedule import OverlappedSchedule
 from mindspeed_patches.fb_overlap.recomputation import Recomputation
-from mindspeed_patches.patching import Function, PatchManager, around, replaced
+from mindspeed_patches.patching import Function, PatchManager, around, register, replaced
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _WAITS_OF_EXPERTS = (
@@ -157,9 +157,8 @@ class Overlapping:
         """Like :meth:`start`, but through MindSpeed's patch manager."""
         if not enabled_by_environment():
             return
-        for name in ("get_forward_backward_func", "forward_step", "backward_step"):
-            wrapper = getattr(self, f"{name}_wrapper")
-            patch_manager.register_patch(f"{_SCHEDULES}.{name}", wrapper)
+        steps = self.forward_step_wrapper, self.backward_step_wrapper
+        register(patch_manager, _SCHEDULES, self.get_forward_backward_func_wrapper, *steps)
         self.recomputation.register(patch_manager)
         self.weight_gradients.register(patch_manager)
 
