@@ -187,11 +187,8 @@ class StepLayout:
         MindSpeed's hybrid context parallelism."""
         from megatron.core import parallel_state
 
-        state = {
-            name.strip("_").lower().removesuffix("_group"): value
-            for name, value in vars(parallel_state).items()
-        }
-        values: list[Any] = [state.get(name) for name in _HIDDEN.values()]
+        state = vars(parallel_state)
+        values: list[Any] = [state.get(f"_{name.upper()}_GROUP") for name in _HIDDEN.values()]
         values += [getattr(self._groups, name, None) for name in _HIDDEN]
         hybrid = sys.modules.get("mindspeed.core.context_parallel.model_parallel_utils")
         values += vars(hybrid).values() if hybrid is not None else ()
