@@ -100,14 +100,10 @@ class PatchManager:
             _replace(owner, name, original, new)
             self._applied.callback(_replace, owner, name, new, original)
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> ExitStack:
         """Apply all patches in the block; they may be applied again later."""
         self.apply_patches()
-        try:
-            yield
-        finally:
-            self._applied.close()
+        return self._applied
 
     def remove_patches(self) -> None:
         """Forget all patches; restore the originals, also in modules that imported a patched

@@ -192,10 +192,8 @@ class StepLayout:
         values += [getattr(self._groups, name, None) for name in _HIDDEN]
         hybrid = sys.modules.get("mindspeed.core.context_parallel.model_parallel_utils")
         values += vars(hybrid).values() if hybrid is not None else ()
-        groups = (
-            value for value in values if isinstance(value, dist.ProcessGroup) and value.size() > 1
-        )
-        return list({id(group): group for group in groups}.values())
+        groups = (value for value in values if isinstance(value, dist.ProcessGroup))
+        return list(dict.fromkeys(group for group in groups if group.size() > 1))
 
 
 def exchange(layout: StepLayout) -> Callable[..., Any]:

@@ -7,8 +7,8 @@ import inspect
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -259,13 +259,11 @@ class Overlapping:
             self._say(f"in a step, another pass runs beside these transfers: {', '.join(hidden)}")
         return losses
 
-    @contextmanager
-    def _passes_of(self, training: _Training) -> Iterator[None]:
+    def _passes_of(self, training: _Training) -> AbstractContextManager[None]:
         """In the block, passes are those of this model."""
         for kind in (self.recomputation.ahead, training.overlap.recompute_ahead):
             kind.enabled = training.ahead
-        with replaced(self, _now=training):
-            yield
+        return replaced(self, _now=training)
 
     def _alone(self, plain: Function, layout: StepLayout) -> str | None:
         """Why no forward of this step can run beside a backward; ``None`` if it can."""

@@ -21,7 +21,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -142,12 +142,10 @@ class Recomputation:
             forward, context, run, distribute, *args, known=lambda: checkpoint() in self.calls
         )
 
-    @contextmanager
-    def leaving_out(self, models: Models) -> Iterator[None]:
+    def leaving_out(self, models: Models) -> AbstractContextManager[None]:
         """A step of these models, in which recomputations leave out what nothing reads."""
         self._watch_again_if_changed(models)
-        with replaced(self, leaves_out=True):
-            yield
+        return replaced(self, leaves_out=True)
 
     def complete(self, plain: Function) -> Function:
         """Megatron's schedule with recomputations that compute everything."""
