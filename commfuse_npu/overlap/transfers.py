@@ -43,6 +43,8 @@ _COLLECTIVES = (
 )
 """By all names of torch 2.7 to 2.13."""
 
+Function = Callable[..., Any]
+
 Groups = Mapping[dist.ProcessGroup | None, int]
 """Groups whose collectives hand over, with their numbers in the order log; the key ``None`` is the
 default group."""
@@ -112,7 +114,7 @@ class _Transfer:
         return getattr(self._work, name)
 
 
-def handing_over(function: Callable[..., Any]) -> Callable[..., Any]:
+def handing_over(function: Function) -> Function:
     """Wrap a collective, which has the parameters ``group`` and ``async_op``, in that order.
 
     The ``wait()`` of an asynchronous one hands over, unless its name begins with ``all_gather``.
@@ -169,7 +171,7 @@ def _recorded(
     return _log.collective(_groups[group], name, of, size, tensor.dtype)
 
 
-def _preceded(function: Callable[..., Any], act: Callable[..., object]) -> Callable[..., Any]:
+def _preceded(function: Function, act: Callable[..., object]) -> Function:
     """Wrap a function of one object: in a pass, ``act(turns, object)`` comes before it."""
 
     @functools.wraps(function)
@@ -200,7 +202,7 @@ def _reach_host_wait(turns: Turns, caller: FrameType) -> None:
         turns.reach_point("wait of the host", hands_over=True)
 
 
-def _stream_synchronize(function: Callable[..., Any]) -> Callable[..., Any]:
+def _stream_synchronize(function: Function) -> Function:
     """Wrap a stream's synchronize: wait for what was enqueued so far, not for other passes."""
 
     @functools.wraps(function)
@@ -236,7 +238,7 @@ def _refuse_fully_sharded(*_: Any) -> None:
 def hook_collectives() -> None:
     """Wrap the functions, once; outside of passes they do what they did, unless their results are
     left undefined (:mod:`~commfuse_npu.runtime.undefined_results`)."""
-    wraps: list[tuple[Any, str, Callable[..., Any]]] = [
+    wraps: list[tuple[Any, str, Function]] = [
         (c10d, name, handing_over) for name in _COLLECTIVES if hasattr(c10d, name)
     ]
     wraps.append((functional, "wait_tensor", functools.partial(_preceded, act=_wait_functional)))
@@ -260,7 +262,7 @@ def _refuse_fsdp() -> None:
             _wrap([(target, name, functools.partial(_preceded, act=_refuse_fully_sharded))])
 
 
-def _wrap(wraps: Iterable[tuple[Any, str, Callable[..., Any]]]) -> None:
+def _wrap(wraps: Iterable[tuple[Any, str, Function]]) -> None:
     """Replace functions, also in modules that imported them, as Megatron's dist_all_gather_func.
 
     Args:
