@@ -34,14 +34,20 @@ from commfuse_npu.overlap.turns import Turns
 from commfuse_npu.runtime.order_log import Entry, OrderLog
 from commfuse_npu.runtime.undefined_results import results_are_undefined
 
-__all__ = ["active_turns", "handing_over", "hook_collectives", "take_turns_at_transfers"]
+__all__ = [
+    "COLLECTIVES",
+    "active_turns",
+    "handing_over",
+    "hook_collectives",
+    "take_turns_at_transfers",
+]
 
-_COLLECTIVES = (
+COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_gather_single"),
     *("all_reduce", "all_to_all", "all_to_all_single"),
     *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
 )
-"""By all names of torch 2.7 to 2.13."""
+"""Collectives that hand over, by all names of torch 2.7 to 2.13."""
 
 Function = Callable[..., Any]
 
@@ -239,7 +245,7 @@ def hook_collectives() -> None:
     """Wrap the functions, once; outside of passes they do what they did, unless their results are
     left undefined (:mod:`~commfuse_npu.runtime.undefined_results`)."""
     wraps: list[tuple[Any, str, Function]] = [
-        (c10d, name, handing_over) for name in _COLLECTIVES if hasattr(c10d, name)
+        (c10d, name, handing_over) for name in COLLECTIVES if hasattr(c10d, name)
     ]
     wraps.append((functional, "wait_tensor", functools.partial(_preceded, act=_wait_functional)))
     for name, wrapper in (("Event", _event_synchronize), ("Stream", _stream_synchronize)):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commfuse_npu.overlap.transfers import COLLECTIVES
 from mindspeed_patches import install, launch
 from mindspeed_patches.patching import Function, around, replaced
 from mindspeed_patches.registration import FEATURE, wrap_training
@@ -25,12 +26,10 @@ from mindspeed_patches.rehearsal import triton_stand_in
 from mindspeed_patches.rehearsal.records import NORM, Record
 from mindspeed_patches.state_hashes import TrainedState, optimizer_hash, weight_hashes
 
-_COLLECTIVES = (
-    *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast"),
-    *("all_gather", "all_gather_into_tensor", "_all_gather_base", "all_gather_coalesced"),
-    *("reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base"),
-    *("all_gather_single", "reduce_scatter_single"),
-    *("all_to_all", "all_to_all_single", "gather", "scatter", "barrier", "send", "isend"),
+_COUNTED = (
+    *COLLECTIVES,
+    *("all_reduce_coalesced", "reduce", "broadcast", "_all_gather_base", "all_gather_coalesced"),
+    *("_reduce_scatter_base", "gather", "scatter", "barrier", "send", "isend"),
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
 )
 """Functions of ``torch.distributed``; those that the installed version lacks are skipped."""
@@ -64,7 +63,7 @@ class CollectiveCounter:
 
     def install(self) -> None:
         """Wrap the functions; modules that imported them earlier keep the originals."""
-        for name in filter(functools.partial(hasattr, dist), _COLLECTIVES):
+        for name in filter(functools.partial(hasattr, dist), _COUNTED):
             setattr(dist, name, self._counted(name, getattr(dist, name)))
         # P2POp takes only the function that this module has.
         dist.distributed_c10d.isend = dist.isend
