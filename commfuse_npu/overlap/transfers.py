@@ -43,9 +43,15 @@ __all__ = [
 ]
 
 COLLECTIVES = (
-    *("all_gather", "all_gather_into_tensor", "all_gather_single"),
-    *("all_reduce", "all_to_all", "all_to_all_single"),
-    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
 )
 """Collectives that hand over, by all names of torch 2.7 to 2.13."""
 
