@@ -9,9 +9,9 @@ are two operations, both in place and asynchronous::
     Buckets.all_gather       the other shards are fetched                   before the forward
 
 They overlap with the backward and forward of *other* buckets' layers, so there is no work between
-the transfers of one bucket.  The start posts all transfers that have memory; the wait posts the
-others and adds the partials.  Timeline of three buckets ``a, b, c`` on rank r of 4, one chunk
-each::
+the transfers of one bucket.  The start posts all transfers for which there is scratch memory; the
+wait posts the rest and adds the partials.  Timeline of three buckets ``a, b, c`` on rank r of 4, one
+chunk each::
 
     compute  | backward of a | backward of b | backward of c | wait a, b, c: add r-1, r-2, r-3, own
     links    |               | a -> r+1..r+3 | b -> r+1..r+3 | c -> r+1..r+3
@@ -38,15 +38,15 @@ with memory for one piece::
     rank 1 calls  | start a | wait a            | start b | wait b              |
     rank 1 posts  | a.0     | a.1   a.2         | b.0     | b.1   b.2           |
 
-**Rules for callers.**  A wait may need the waits of other ranks, which post the remaining
-transfers.  So a barrier or another synchronization comes before the wait on all ranks, or after it
-on all ranks.
+**Rules for callers.**  A wait may depend on the waits of other ranks, which post their remaining
+transfers.  So place a barrier, or another synchronization, on the same side of the wait on all
+ranks.
 
 Give buckets their own transport: the transfers of another op would come between those of the start
 and those of the wait, at different positions on different ranks.  On a device, start and wait on
 one stream, from one thread at a time.  The lanes must not share a communication stream with a group
-whose collectives come before a bucket's transfers on one rank and after them on another: each would
-wait for the other.
+whose collectives come before a bucket's transfers on one rank and after them on another: the ranks
+would deadlock.
 """
 
 from __future__ import annotations

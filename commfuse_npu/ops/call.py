@@ -1,4 +1,4 @@
-"""The base class of the ops: checks, autograd, the choice of the transport, weight gradients."""
+"""The base class of the ops, and what they share: checks of arguments, sums, weight gradients."""
 
 from __future__ import annotations
 

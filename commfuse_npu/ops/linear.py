@@ -7,7 +7,7 @@ everything holds for ``[S, I]``.  Weights are ``[O, I]``, as in ``torch.nn.Linea
 ====================== ============================= ============================================
 op                     forward                       backward
 ====================== ============================= ============================================
-all_gather_linear      x arrives -> GEMM             dgrad -> sum; x arrives again -> wgrad
+all_gather_linear      x arrives -> GEMM             dgrad -> sum; x gathered again -> wgrad
 linear_reduce_scatter  GEMM -> sum                   gradient arrives -> dgrad, wgrad
 linear_all_reduce      GEMM -> sum, all-gather       no transfers
 ====================== ============================= ============================================
@@ -16,14 +16,14 @@ Lanes are the process groups of a :class:`~commfuse_npu.runtime.transport.Transp
 the list of transfers, waits and GEMMs that ``begin`` compiles and ``run`` executes.
 
 On a :class:`~commfuse_npu.runtime.collective_transport.CollectiveTransport` an op is the unfused
-layer over the collectives of torch.distributed.  It also replaces the lanes for a group of one, for
-an empty input, and for backwards of layers with at least ``collectives_from`` outputs.
+layer over the collectives of torch.distributed.  So it is for a group of one, for an empty input,
+and for backwards of layers with at least ``collectives_from`` outputs.
 
 **Exactness.**  An op on lanes and on ``CollectiveTransport(group, same_pieces=True)`` gives the
 same bits, if rows of x and y are a multiple of 64 bytes long (MKL rounds small products differently
 when blocks begin elsewhere).  Compared with one GEMM over all rows, results differ only where the
 GEMM library rounds a run of rows differently.  Weight gradients are one GEMM over all rows.
-Gradients can be taken once: there is no double backward.
+There is no double backward.
 
 **Early gather.**  In a backward the row-parallel layer comes first.  During its weight gradient the
 links are free, and the column-parallel layer before it needs its input again::

@@ -14,14 +14,14 @@ Legend: ``N`` ranks, ``S`` sequence, ``s`` its shard (S/N), ``B`` batch, ``H`` h
 heads and ``G`` key heads of this rank, ``D`` features of a head, ``O`` and ``F`` features of a
 rank's head group (``F = A * D``), ``x_sBH`` a tensor of that shape.
 
-========================= ================================== ====================================
-op                        forward                            backward
-========================= ================================== ====================================
-linear_all_to_all         GEMM -> rank of the heads          gradient arrives -> dgrad; wgrad
-all_to_all_linear         heads arrive -> GEMM               dgrad -> rank of the rows; wgrad
-attention_all_to_all      attention -> rank of the rows      gradient arrives -> attention
-... with a weight         attention -> ranks -> GEMM         dgrad -> ranks -> attention; wgrad
-========================= ================================== ====================================
+====================== ================================ ========================================
+op                     forward                          backward
+====================== ================================ ========================================
+linear_all_to_all      GEMM -> all-to-all               all-to-all -> dgrad; wgrad
+all_to_all_linear      all-to-all -> GEMM               dgrad -> all-to-all; wgrad
+attention_all_to_all   attention -> all-to-all          all-to-all -> attention
+... with a weight      attention -> all-to-all -> GEMM  dgrad -> all-to-all -> attention; wgrad
+====================== ================================ ========================================
 
 Every rank has the full weights, so their gradients are those of this rank's rows; sum them over the
 ranks, as for every layer with context parallelism.  The ops use ``schedule`` and ``main_grad`` of

@@ -1,4 +1,4 @@
-"""What torch keeps per thread, for a pass that runs in another thread than its caller."""
+"""Copies torch's state of a thread to a pass that runs in another thread than its caller."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 While passes run, a blocking collective of a named group becomes: start it, hand over, wait::
 
     work = all_gather_into_tensor(output, input, group, async_op=True)
-    turns.hand_over()  # other passes compute while this transfer is under way
+    turns.hand_over()  # other passes compute while this transfer is in flight
     work.wait()
 
 An asynchronous collective stays asynchronous.  The ``wait()`` of a reduce-scatter, an all-reduce

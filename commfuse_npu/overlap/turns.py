@@ -7,9 +7,9 @@ the order is the same on all ranks::
     forward    | runs ... hand_over |                    | runs ... ends |
     backward   |                    | runs ... hand_over |               | runs ... ends |
 
-A pass is known by its thread.  On a device autograd would run a backward in threads of its own; in
-a pass it runs in the thread that calls it (``set_multithreading_enabled(False)``), so several
-passes may run backwards.  A thread that belongs to no pass, as a data loader's, never hands over.
+A pass is known by its thread.  By default autograd runs a device's backward in threads of its own;
+in a pass it runs in the thread that calls it (``set_multithreading_enabled(False)``), so several
+passes can run one.  A thread that belongs to no pass, such as a data loader's, never hands over.
 """
 
 from __future__ import annotations

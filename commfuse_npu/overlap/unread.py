@@ -1,7 +1,7 @@
 """Finds results of GEMMs that no gradient reads.
 
-A recomputation repeats a forward for the tensors that its backward reads.  What is computed after
-the last of them is read by nothing: in a Transformer layer the GEMM of fc2 and its reduce-scatter::
+A recomputation repeats a forward for the tensors that its backward reads.  Nothing reads what it
+computes after the last of them: in a Transformer layer the GEMM of fc2 and its reduce-scatter::
 
     recomputed  | norm, qkv, attention, proj, norm, fc1, activation | fc2 | reduce-scatter | add
     read by     | the gradients                                     |         nothing

@@ -1,7 +1,7 @@
 """Weight gradients that are computed later, while every pass waits for a transfer.
 
 Nothing reads the gradient of a weight before the end of its micro-batch, and its GEMM has no
-transfer.  So where it runs changes neither bits nor the order of collectives, as long as the
+transfer.  So deferring it changes neither results nor the order of collectives, as long as the
 gradients of each weight are added in their order: first in, first out.
 """
 

@@ -1,4 +1,4 @@
-"""Forward-backward overlap in Megatron: schedules, and state per side."""
+"""Forward-backward overlap in Megatron: schedules, and state per pass."""
 
 from __future__ import annotations
 

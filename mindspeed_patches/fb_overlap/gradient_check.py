@@ -2,7 +2,7 @@
 
 ``--commfuse-overlap-check`` runs the micro-batches of one step three times, twice in Megatron's
 order and once overlapped, and compares checksums of all gradients.  It finds what no list of state
-can: a value that one pass reads and another has yet to write.
+can: a value that one pass reads before another has written it.
 """
 
 from __future__ import annotations

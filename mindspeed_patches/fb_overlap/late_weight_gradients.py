@@ -1,4 +1,4 @@
-"""Lets the weight gradients of Megatron's linear layers and MindSpeed's grouped GEMMs wait.
+"""Defers the weight gradients of Megatron's linear layers and MindSpeed's grouped GEMMs.
 
 In a pass, the backward of such a layer computes only the gradient of its input; that of the weight
 joins a queue (:mod:`commfuse_npu.overlap.weight_gradients`).  Megatron's own backward does that if
@@ -11,7 +11,8 @@ The first gradient of a weight does not wait but is watched:
 - A weight whose hook may start a reduction (``--overlap-grad-reduce``) belongs to a group of
   buckets; its gradient of the last micro-batch does not wait.
 - Without fusion, autograd adds the gradients of several uses (tied embeddings), in their dtype,
-  before the hook adds the sum.  So gradients wait only if they arrive as they were returned.
+  before the hook adds the sum.  So gradients wait only if they
+  reach the hook unchanged.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ _WAITS_OF_EXPERTS = (
 """Modules in which the host waits for the token counts of experts, on all ranks."""
 _WARM_UP = 1
 _EACH_WAY = 3
-"""Overlapped steps before steps are timed, and timed steps with and without overlap, in turns."""
+"""Overlapped steps before steps are timed, and steps timed each way, alternately."""
 
 
 @dataclass

@@ -7,16 +7,17 @@ that are always swapped were found in rehearsed launches, by the census.
 points, globals, class attributes, attributes of objects, variables of closures and the contents of
 containers are compared with their previous values (:mod:`.state_owners` says of which).
 
-- What one kind of pass alone writes is swapped, too: another one may read it.
-- So is a function that passes patch while they run, even if several kinds do: it is no sum.
+- State that only one kind of pass writes is swapped, too: another one may read it.
+- So is a function that passes patch while they run, even if several kinds do: a function cannot be
+  a sum over micro-batches.
 - A list to which one kind of pass only appends, and from whose front another one only takes, is a
   queue of micro-batches.  Both see them in Megatron's order, so it is shared.
 - What else a forward and a backward both write may be a sum over micro-batches, which swapping
   would lose.  Unless it is known to belong to a micro-batch, no forward runs beside a backward.
 - Likewise for a recomputation and the gradients beside it.
 
-What one pass reads and another has yet to write, no census finds; ``--commfuse-overlap-check``
-does.
+The census cannot find a value that one pass reads before another has written it;
+``--commfuse-overlap-check`` does.
 """
 
 from __future__ import annotations

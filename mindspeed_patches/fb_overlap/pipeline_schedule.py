@@ -64,6 +64,7 @@ class OverlappedSchedule:
         schedules = self._schedules
         finalize = config.finalize_model_grads_func
         models = self._models if self._virtual else self._models[0]
+        # 1. What Megatron's schedules do before their first forward.
         embedding = None
         last_stage = self._stage == self._stages - 1
         if finalize is not None and self._stages > 1:
@@ -76,9 +77,11 @@ class OverlappedSchedule:
         if self._virtual and config.param_sync_func is not None:
             for chunk in (0, 1):
                 self._synchronize(config.param_sync_func, chunk)
+        # 2. The slots: a forward and a backward side by side, then the exchange with the neighbors.
         arrived: tuple[Any, Any] = None, None
         for slot, following in zip(self._plan, [*self._plan[1:], Slot(None, None)], strict=True):
             arrived = self._exchange(slot, following, *self._run_slot(slot, *arrived))
+        # 3. Gradients that no chunk has begun to reduce yet, and Megatron's end of a step.
         self._release_gradients()
         if config.grad_sync_func is not None:
             for chunk in range(len(self._models)):

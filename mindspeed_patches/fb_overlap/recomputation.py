@@ -2,14 +2,14 @@
 
 Megatron's ``tensor_parallel.checkpoint`` runs a function of layers once for its output and again,
 in the backward, for the tensors that gradients read.  The result of the last row-parallel layer of
-the second run, fc2, is usually read by none: only its inputs are saved, and the residual addition
-after it saves nothing (:mod:`commfuse_npu.overlap.unread`).
+the second run, fc2, is usually read by no gradient: only its inputs are saved, and the residual
+addition after it saves nothing (:mod:`commfuse_npu.overlap.unread`).
 
 A checkpoint is known by the row-parallel layers that its forward calls.  Its first recomputation
 runs in full and is watched.  If nothing reads the result of the last of these layers, on any rank
 of the tensor-parallel group, later ones leave out that GEMM and its reduce-scatter or all-reduce.
-A norm or a product after fc2 (sandwich norms) is a reader; then nothing changes.  Experts, whose
-number of calls may depend on the data, are computed.
+A norm or a product after fc2 (sandwich norms) is a reader; then it is recomputed in full.  Experts,
+whose number of calls may depend on the data, are computed.
 
 Later recomputations of a checkpoint run ahead (:mod:`commfuse_npu.overlap.recompute`), except for
 distributed saved activations, whose inputs are not there.

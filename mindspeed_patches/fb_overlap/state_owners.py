@@ -1,7 +1,7 @@
 """Where passes may keep state outside the autograd graph: modules, classes, objects, closures.
 
-Code of Megatron, MindSpeed, MindSpeed-LLM and TransformerEngine is known by name.  *Foreign* is
-what else a pass may run, except libraries: modules that define
+Code of Megatron, MindSpeed, MindSpeed-LLM and TransformerEngine is known by name.  *Foreign*
+modules are all others that a pass may run, except libraries.  They define
 
 - classes of the models, and of the objects that their layers hold;
 - functions that were patched into known modules, their classes or a layer, as methods, hooks or
