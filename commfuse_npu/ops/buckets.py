@@ -10,8 +10,8 @@ are two operations, both in place and asynchronous::
 
 They overlap with the backward and forward of *other* buckets' layers, so there is no work between
 the transfers of one bucket.  The start posts all transfers for which there is scratch memory; the
-wait posts the rest and adds the partials.  Timeline of three buckets ``a, b, c`` on rank r of 4, one
-chunk each::
+wait posts the rest and adds the partials.  Timeline of three buckets ``a, b, c`` on rank r of 4,
+one chunk each::
 
     compute  | backward of a | backward of b | backward of c | wait a, b, c: add r-1, r-2, r-3, own
     links    |               | a -> r+1..r+3 | b -> r+1..r+3 | c -> r+1..r+3
