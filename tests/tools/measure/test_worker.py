@@ -19,11 +19,11 @@ from tests.limits import LIMIT
 
 
 @on_ranks(3)
-def test_gloo_posts_sends_and_receives_one_by_one(rank: int) -> None:
+def test_a_post_is_a_batch_per_peer(rank: int) -> None:
     worker: Any = Worker()
     worker._of_host = lambda post, calls: [8.0]
     scale = Scale.of(find_config("llama3_8b"), 3, "cpu")
-    assert worker.host(scale) == [{"what": "post", "seconds": [2.0]}]
+    assert worker.host(scale) == [{"what": "post", "seconds": [4.0]}]
     worker.transport.close()
 
 
