@@ -16,13 +16,12 @@ from commfuse_npu.tools.hardware.machine import Machine
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.engine import Simulated
 from commfuse_npu.tools.simulate.group import simulate
+from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.operations import Links
 from commfuse_npu.tools.simulate.passes import Layers, take_turns
-from commfuse_npu.tools.simulate.training import Kind, Training
+from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import OVERLAP, Variant
 
-KINDS: tuple[Kind, ...] = ("none", "dense", "experts")
-"""In the order of a model."""
 _MOST = 8
 _FEW = 2
 """Most equal layers in turns that are simulated; each more takes as long as those beyond a few.
@@ -100,9 +99,9 @@ class Chunks:
             return [_simulate(*inputs, take_turns, (layer,), True, True)]
         return [_simulate(*inputs, part, shape) for part in (llama.forward, llama.backward)]
 
-    def layer_time(self, variant: Variant, kind: Kind = "dense") -> LayerTime:
-        """A layer of one micro-batch in order, in the middle of a stage."""
-        shape = self.training.shape_of(kind)
+    def layer_time(self, variant: Variant, shape: LayerShape | None = None) -> LayerTime:
+        """A layer of one micro-batch in order, in the middle of a stage; by default a dense one."""
+        shape = shape or self.training.shape_of("dense")
         again = llama.recomputation if variant.leaves_out else llama.forward
         costs = [
             _cost(self.machine, shape.ranks, variant, part, shape)
@@ -135,23 +134,21 @@ class Chunks:
 
     def _in_order(self, variant: Variant, place: int) -> ChunkTime:
         training = self.training
-        layers = training.places[place].total()
-        again = training.recomputed_layers(place) / max(1, layers)
+        kinds = training.places[place]
+        again = training.recomputed_layers(place) / max(1, kinds.total())
         forward = backward = 0.0
-        for kind in KINDS[1:]:
-            if count := training.places[place][kind]:
-                time = self.layer_time(variant, kind)
-                forward += count * time.forward
-                backward += count * (time.backward + again * time.recomputation)
+        for shape, count in training.by_shape(kinds).items():
+            time = self.layer_time(variant, shape)
+            forward += count * time.forward
+            backward += count * (time.backward + again * time.recomputation)
         return ChunkTime(forward, backward, backward)
 
     def _layers(self, place: int) -> tuple[Layers, ...]:
         """The layers of a chunk; its first ones are recomputed."""
+        training = self.training
         layers = list[Layers]()
-        recomputed = self.training.recomputed_layers(place)
-        for kind in KINDS[1:]:
-            count = self.training.places[place][kind]
-            shape = self.training.shape_of(kind)
+        recomputed = training.recomputed_layers(place)
+        for shape, count in training.by_shape(training.places[place]).items():
             first = min(recomputed, count)
             recomputed -= first
             layers += [Layers(shape, first, True), Layers(shape, count - first)]

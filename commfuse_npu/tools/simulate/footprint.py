@@ -36,7 +36,7 @@ from commfuse_npu.runtime.hccl_options import lane_megabytes
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.training import Kind, Training
+from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import Variant
 
 USABLE = 0.9
@@ -105,21 +105,19 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
     paired = variant.pairs(layout)
     held = most_in_flight(slots(*order)) if paired else in_flight_without(*order)
     layers = training.of_stage(stage)
-    whole = {kind: _kept(training, kind) for kind in layers}
+    kept = {layer: _kept(layer, training.model.num_attention_heads) for layer in layers}
     chunks = range(stage, len(training.places), layout.pp)
-    recomputed = sum(map(training.recomputed_layers, chunks)) / max(1, sum(layers.values()))
+    recomputed = sum(map(training.recomputed_layers, chunks)) / max(1, training.layers[stage])
     inputs = recomputed * ITEM_BYTES * shape.held * shape.hidden
     activations = (held / layout.vpp) * sum(
-        count * (inputs + (1 - recomputed) * whole[kind])
-        for kind, count in layers.items()
-        if whole[kind]
+        count * (inputs + (1 - recomputed) * kept[layer]) for layer, count in layers.items()
     )
     in_turns = variant.kind == "passes"
     if training.recomputes:
         ahead = in_turns and training.recomputed_layers(stage) > 1
-        activations += (2 if ahead else 1) * max(whole.values())
+        activations += (2 if ahead else 1) * max(kept.values(), default=0.0)
     if in_turns and shape.lora is None:
-        activations += max(_waiting(training, kind) for kind in layers)
+        activations += max(map(_waiting, layers), default=0.0)
     if stage == layout.pp - 1:
         activations += _LOGITS * shape.rows / layout.tp * shape.vocabulary
     weights = ITEM_BYTES * parameters
@@ -133,12 +131,8 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
     return weights, gradients, adam * training.with_states(*trained), activations
 
 
-def _kept(training: Training, kind: Kind) -> float:
+def _kept(shape: LayerShape, heads: int) -> float:
     """Bytes of activations that a layer keeps for one micro-batch."""
-    if kind == "none":
-        return 0.0
-    shape = training.shape_of(kind)
-    heads = training.model.num_attention_heads
     rows = shape.rows / shape.ranks
     tp = shape.ranks
     split = shape.inner * tp + shape.qkv + (shape.halves + 1) * shape.dense * tp
@@ -151,11 +145,8 @@ def _kept(training: Training, kind: Kind) -> float:
     return ITEM_BYTES * size + rows * _STATISTICS * heads
 
 
-def _waiting(training: Training, kind: Kind) -> float:
+def _waiting(shape: LayerShape) -> float:
     """Bytes of the most operands of weight gradients that wait: inputs and output gradients."""
-    if kind == "none":
-        return 0.0
-    shape = training.shape_of(kind)
     operands = [max(rows) * (inputs + outputs) for _, inputs, outputs, rows, *_ in shape.weights]
     if shape.latent is not None:
         qkv = shape.qkv + shape.latent.kept(shape.ranks)

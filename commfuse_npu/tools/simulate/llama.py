@@ -147,6 +147,43 @@ class LayerShape:
         """Bytes of a row of hidden states; only such rows are transferred."""
         return self.hidden * ITEM_BYTES
 
+    def parameters(self, trained: bool = False) -> tuple[float, float]:
+        """Parameters per NPU in a layer: those used by all tokens, and those of its experts.
+
+        Args:
+            trained: with frozen weights, those of adapters instead.
+        """
+        h = self.hidden
+        lora = self.lora if trained else None
+        own = of_experts = 0.0
+        if lora is None:
+            own = 2.0 * h + (h * self.experts.number if self.experts else 0)
+            if latent := self.latent:
+                per_feature, besides = latent.parameters
+                own += (h * per_feature + besides) / self.ranks - h * (latent.narrow + self.inner)
+        for weight in self.weights:
+            size = weight.inputs * weight.outputs
+            if lora is not None:
+                narrow = lora.rank if lora.adapts(weight.name) else 0
+                size = narrow * (weight.inputs + weight.outputs)
+            own += 0 if weight.experts else size
+            of_experts += weight.experts * size
+        return own, of_experts
+
+    @property
+    def multiplications(self) -> float:
+        """Multiplications per token in the forward of a layer."""
+        h = self.hidden
+        queries = self.inner * self.ranks
+        attention = float(h * (self.qkv + queries) + self.attended * queries)
+        if latent := self.latent:
+            per_feature, besides = latent.parameters
+            attention = h * per_feature + besides + self.attended * latent.attended / 2
+        width = float(self.dense * self.ranks)
+        if experts := self.experts:
+            width += experts.each * experts.width
+        return attention + h * (self.halves + 1) * width
+
     def attention(self, machine: Machine, factor: float = 1.0) -> float:
         """Seconds of attention on one rank, times ``factor``.
 

@@ -15,6 +15,7 @@ they share links (between nodes they mostly do not), and switches do not block.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import llama
-from commfuse_npu.tools.simulate.chunks import KINDS, Chunks, ChunkTime
+from commfuse_npu.tools.simulate.chunks import Chunks, ChunkTime
 from commfuse_npu.tools.simulate.group import collective_seconds, simulate
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.operations import Links
@@ -105,7 +106,8 @@ class TrainingStep(Chunks):
         backwards = [chunk.backward for chunk in chunks]
         pairs = [chunk.pair for chunk in chunks if chunk.pair is not None]
         pipeline = training.micro_batches, self._between_stages, training.vpp
-        main = self.layer_time(variant.alone or variant, max(training.kinds, key=KINDS.index))
+        *_, largest = training.by_shape(Counter(training.kinds))
+        main = self.layer_time(variant.alone or variant, largest)
         f = main.forward
         b = main.backward * (1 + training.recomputes)
         if pairs:
@@ -156,20 +158,21 @@ class TrainingStep(Chunks):
         first = int(stage == 0)
         everyone = table * first
         experts = list[Weights]()
-        for kind, count in training.of_stage(stage).items():
-            own, of_experts = training.parameters_of(kind, trained=True)
+        for shape, count in training.of_stage(stage).items():
+            own, of_experts = shape.parameters(trained=True)
             everyone += [(own, forward, backward)] * count
             experts += [(of_experts, forward, backward)] * count * bool(of_experts)
         everyone += table * (training.tables(stage) - first)
-        tail = start = 0.0
+        tail = 0.0
+        start = 0.0
         for layers, ranks, stride in (
             (everyone, layout.dp * layout.cp, layout.tp),
             (experts, training.expert_replicas, training.expert_stride),
         ):
             if ranks > 1 and layers:
                 late, early = _exposed(training, layers, Links(self.machine, ranks, stride))
-                tail = tail + late
-                start = start + early
+                tail += late
+                start += early
         return tail, start
 
     @property

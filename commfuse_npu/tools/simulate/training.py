@@ -12,6 +12,8 @@ from commfuse_npu.tools.simulate.llama import LayerShape
 
 Kind = Literal["dense", "experts", "none"]
 """Kind of layer; ``none`` passes on its input (MindSpeed-LLM's ``--noop-layers``)."""
+_KINDS: tuple[Kind, ...] = ("dense", "experts")
+"""Those that do something, in the order of a model."""
 
 
 class Layout(NamedTuple):
@@ -88,9 +90,13 @@ class Training:
             Counter(self.kinds[end - count : end]) for count, end in zip(counts, ends, strict=True)
         )
 
-    def of_stage(self, stage: int) -> Counter[Kind]:
-        """Number of layers of each kind in a pipeline stage."""
-        return sum(self.places[stage :: self.layout.pp], Counter[Kind]())
+    def by_shape(self, kinds: Counter[Kind]) -> dict[LayerShape, int]:
+        """Number of layers by their shape, without those that do nothing."""
+        return {self.shape_of(kind): kinds[kind] for kind in _KINDS if kinds[kind]}
+
+    def of_stage(self, stage: int) -> dict[LayerShape, int]:
+        """:meth:`by_shape` of a pipeline stage."""
+        return self.by_shape(sum(self.places[stage :: self.layout.pp], Counter[Kind]()))
 
     def recomputed_layers(self, place: int) -> int:
         """Number of a chunk's layers whose forward is run again in the backward.
@@ -128,26 +134,9 @@ class Training:
         Every product counts three times, without recomputation and also with frozen weights;
         attention as causal; routers, norms and layers without operation not at all.
         """
-        per_token = sum(
-            count * self._multiplications(kind) for kind, count in Counter(self.kinds).items()
-        )
+        layers = self.by_shape(Counter(self.kinds))
+        per_token = sum(count * shape.multiplications for shape, count in layers.items())
         return 6.0 * self.tokens * (per_token + self.shape.hidden * self.shape.vocabulary)
-
-    def _multiplications(self, kind: Kind) -> float:
-        """Multiplications per token in the forward of a layer."""
-        if kind == "none":
-            return 0.0
-        shape = self.shape_of(kind)
-        h = shape.hidden
-        queries = shape.inner * shape.ranks
-        attention = float(h * (shape.qkv + queries) + shape.attended * queries)
-        if latent := shape.latent:
-            per_feature, besides = latent.parameters
-            attention = h * per_feature + besides + shape.attended * latent.attended / 2
-        width = float(shape.dense * shape.ranks)
-        if experts := shape.experts:
-            width += experts.each * experts.width
-        return attention + h * (shape.halves + 1) * width
 
     def shape_of(self, kind: Kind) -> LayerShape:
         return self.shape if kind == "experts" else replace(self.shape, experts=None)
@@ -159,32 +148,6 @@ class Training:
         """Parameters per NPU of the embedding, or of the output layer."""
         return self.shape.vocabulary * self.shape.hidden / self.shape.ranks
 
-    def parameters_of(self, kind: Kind, trained: bool = False) -> tuple[float, float]:
-        """Parameters per NPU in a layer: those used by all tokens, and those of its experts.
-
-        Args:
-            trained: with frozen weights, those of adapters instead.
-        """
-        if kind == "none":
-            return 0.0, 0.0
-        shape = self.shape_of(kind)
-        h = shape.hidden
-        lora = shape.lora if trained else None
-        own = of_experts = 0.0
-        if lora is None:
-            own = 2.0 * h + (h * shape.experts.number if shape.experts else 0)
-            if latent := shape.latent:
-                per_feature, besides = latent.parameters
-                own += (h * per_feature + besides) / shape.ranks - h * (latent.narrow + shape.inner)
-        for weight in shape.weights:
-            size = weight.inputs * weight.outputs
-            if lora is not None:
-                narrow = lora.rank if lora.adapts(weight.name) else 0
-                size = narrow * (weight.inputs + weight.outputs)
-            own += 0 if weight.experts else size
-            of_experts += weight.experts * size
-        return own, of_experts
-
     def tables(self, stage: int) -> int:
         """Number of the vocabulary's tables on a pipeline stage: embedding and output layer."""
         last = self.layout.pp - 1
@@ -192,19 +155,17 @@ class Training:
         return (stage == 0) + (stage == last and not (tied and stage == 0))
 
     def parameters(self, stage: int, trained: bool = False) -> tuple[float, float]:
-        """:meth:`parameters_of`, summed over a pipeline stage, with the vocabulary's tables.
+        """:meth:`.LayerShape.parameters` of a pipeline stage, with the vocabulary's tables.
 
         Args:
             trained: with frozen weights, those of adapters instead.
         """
-        everyone = self.tables(stage) * self.table
-        if trained and self.shape.lora is not None:
-            everyone = 0.0
+        everyone = 0.0 if trained and self.shape.lora else self.tables(stage) * self.table
         experts = 0.0
-        for kind, count in self.of_stage(stage).items():
-            own, of_experts = self.parameters_of(kind, trained)
-            everyone = everyone + count * own
-            experts = experts + count * of_experts
+        for shape, count in self.of_stage(stage).items():
+            own, of_experts = shape.parameters(trained)
+            everyone += count * own
+            experts += count * of_experts
         return everyone, experts
 
     def with_states(self, everyone: float, experts: float) -> float:
