@@ -21,8 +21,6 @@ except ImportError as error:
 
 from commfuse_npu.launch.did_you_mean import did_you_mean
 
-__all__ = ["ConfigError", "find_config", "read_config"]
-
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = (_PACKAGE.parent / "configs", _PACKAGE / "configs")
 """In a checkout; in an installed wheel, inside the package."""

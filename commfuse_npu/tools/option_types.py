@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from commfuse_npu.runtime.atomic_write import write_json
+
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose error is one line: value, limit and remedy; exit code 2.
@@ -71,3 +73,8 @@ def write_output(path: Path | None, description: str, write: Callable[[Path], No
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     print(f"\nWritten: {path}{description}")
+
+
+def write_figures(path: Path | None, content: object) -> None:
+    """:func:`write_output` of the figures of a command, as JSON."""
+    write_output(path, ": all figures", lambda file: write_json(file, content, indent=1))

@@ -19,8 +19,6 @@ from commfuse_npu.launch.did_you_mean import did_you_mean
 from commfuse_npu.tools.config_file import ConfigError, read_config
 from commfuse_npu.tools.hardware.machine import Level, LinkTopology, Machine
 
-__all__ = ["Choice", "Figure", "Hardware"]
-
 Choice = Literal["favorable", "typical", "unfavorable"]
 
 

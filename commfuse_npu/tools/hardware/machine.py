@@ -13,15 +13,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = [
-    "ITEM_BYTES",
-    "TILE",
-    "Level",
-    "LinkTopology",
-    "Machine",
-    "min_outputs_to_hide",
-]
-
 LinkTopology = Literal["full_mesh", "switched", "nic_per_npu"]
 
 ITEM_BYTES = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,14 +64,14 @@ class Form:
     used: bool = False
 
     @property
-    def seconds(self) -> float | None:
-        """Seconds of a step at typical figures; ``None`` if it is not simulated."""
-        return None if self.timed is None else self.timed.typical
+    def seconds(self) -> float:
+        """Seconds of a step at typical figures; infinite if it is not simulated."""
+        return self.timed.typical if self.timed else math.inf
 
     @property
-    def gibibytes(self) -> float | None:
-        """Memory of the fullest rank; ``None`` if it is not simulated."""
-        return None if self.timed is None else self.timed.memory.total / 2**30
+    def gibibytes(self) -> float:
+        """Memory of the fullest rank; 0 if it is not simulated."""
+        return self.timed.memory.total / 2**30 if self.timed else 0.0
 
     @property
     def fits(self) -> bool:
@@ -125,11 +126,11 @@ def simulate_forms(
     node = min(hardware.npus_per_node, launch.config.npus_per_node)
     if node < tp:
         raise NotSimulated(f"a group of {tp} spans nodes of {node} NPUs")
-    names = {FUSED, BOTH, *(form.name for form in FORMS)}
     forms = simulated_forms(figures, training, launch.schedule, against.least)
     if against.own_schedule:
         forms = tuple(replace(form, beside="nowhere") if form.alone else form for form in forms)
-    rows = [timed(training, form, hardware) for form in forms if form.name in names]
+    launched = [form for form in forms if form.flags is not None and not form.tuned]
+    rows = [timed(training, form, hardware) for form in launched]
     in_slices = [row for row in rows if row.form in COC]
     slower = sorted(in_slices, key=lambda row: row.typical)[1:]
     return {
@@ -159,13 +160,11 @@ def forms_of(
     (now,) = (form for form in forms if form.used)
     forms = [
         replace(form, remark=form.remark or "as fast as now")
-        if form.seconds is not None and form is not now and form.seconds == now.seconds
+        if form.timed and form is not now and form.seconds == now.seconds
         else form
         for form in forms
     ]
-    return sorted(
-        forms, key=lambda form: (bool(form.obstacle), not form.fits, form.seconds or float("inf"))
-    )
+    return sorted(forms, key=lambda form: (bool(form.obstacle), not form.fits, form.seconds))
 
 
 def _forms(

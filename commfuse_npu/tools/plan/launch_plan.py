@@ -21,12 +21,14 @@ from commfuse_npu.tools.plan.forms import Form, forms_of, simulate_forms
 from commfuse_npu.tools.plan.obstacles import Judged, obstacles
 from commfuse_npu.tools.simulate.footprint import limit
 from commfuse_npu.tools.simulate.step import TrainingStep
-from commfuse_npu.tools.simulate.timed import Range, has_more
+from commfuse_npu.tools.simulate.timed import Range, has_more, saves
 from commfuse_npu.tools.simulate.variants import LEGEND
 from commfuse_npu.tools.terminal import table_row
 
 _MORE_MEMORY = 1.1
 """Of the present form's, if no form fits: the estimate may be too high for all."""
+_PARTS = {"computation": "computation", "bubble": "bubble", "host": "waiting for the host"}
+"""Names of parts of a step; others are transfers."""
 _LEGEND = (
     "Simulated, not measured: a step at typical figures of the machine, with the range over its "
     "uncertain figures; memory of the fullest rank, with communicators. Whether CoC and MC2 "
@@ -82,18 +84,18 @@ class LaunchPlan:
         them.
         """
         possible = [form for form in self.forms if not form.obstacle]
-        timed = [(form, form.timed) for form in possible if form.timed]
-        most = _MORE_MEMORY * (self.reference.gibibytes or 0.0)
-        timed = [pair for pair in timed if pair[0].fits] or [
-            pair for pair in timed if (pair[0].gibibytes or 0.0) <= most
+        timed = [form for form in possible if form.timed]
+        most = _MORE_MEMORY * self.reference.gibibytes
+        timed = [form for form in timed if form.fits] or [
+            form for form in timed if form.gibibytes <= most
         ]
-        for form, step in timed:
+        for form in timed:
             others = (
-                other_step
-                for other, other_step in timed
+                other
+                for other in timed
                 if other is self.reference or (other.flags and has_more(form.flags, other.flags))
             )
-            if form is self.now or all(map(step.saves, others)):
+            if form is self.now or all(saves(form.seconds, other.seconds) for other in others):
                 return form
         if timed:
             return self.now
@@ -120,7 +122,7 @@ class LaunchPlan:
             return f"{change}: {best.name}. The gain is not known: {self.unsimulated}."
         now = self.reference
         than = "now" if now.used else f"in {now.name} ({self.now.name}, as now, is not simulated)"
-        more = (best.gibibytes or 0.0) - (now.gibibytes or 0.0)
+        more = best.gibibytes - now.gibibytes
         gain = f"{change}: a step takes {saved.percent} less time than {than}, {more:+.1f} GiB."
         return " ".join([gain, *self._memory()])
 
@@ -154,15 +156,11 @@ class LaunchPlan:
         if timed is None:
             return ""
         parts = TrainingStep(self.hardware.machine(), timed.training).breakdown(timed.form)
-        exposed = {name: getattr(parts, name) for name in ("tp", "cp", "ep", "dp", "pp")}
-        words = [f"computation {_share(parts.computation, timed.typical)}"]
-        words += [
-            f"{name.upper()} transfers {_share(seconds, timed.typical)}"
-            for name, seconds in exposed.items()
-            if seconds
+        words = [
+            f"{_PARTS.get(name, f'{name.upper()} transfers')} {100 * seconds / timed.typical:.1f} %"
+            for name, seconds in parts._asdict().items()
+            if seconds or name == "host"
         ]
-        words += [f"bubble {_share(parts.bubble, timed.typical)}"] if parts.bubble else []
-        words += [f"waiting for the host {_share(parts.host, timed.typical)}"]
         tokens = timed.per_npu(timed.training.tokens)
         flops = timed.per_npu(timed.training.flops)
         return (
@@ -216,10 +214,6 @@ class LaunchPlan:
             "schedule": self.schedule,
             "layers": [layer._asdict() for layer in self.layers],
         }
-
-
-def _share(seconds: float, of: float) -> str:
-    return f"{100 * seconds / of:.1f} %"
 
 
 def _layout(launch: AskedLaunch) -> str:
@@ -298,7 +292,7 @@ def _with_sequence_parallelism(launch: AskedLaunch, hardware: Hardware, plan: La
     if form.timed is None or other.problems:
         return ""
     return (
-        f"with {option} added and {form.name} a step takes {1e3 * (form.seconds or 0):,.0f} ms and "
-        f"{form.gibibytes:.1f} GiB; the best form without it {1e3 * (plan.best.seconds or 0):,.0f} "
+        f"with {option} added and {form.name} a step takes {1e3 * form.seconds:,.0f} ms and "
+        f"{form.gibibytes:.1f} GiB; the best form without it {1e3 * plan.best.seconds:,.0f} "
         f"ms and {plan.best.gibibytes:.1f} GiB"
     )

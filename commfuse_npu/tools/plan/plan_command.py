@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from textwrap import wrap
@@ -11,13 +12,18 @@ from textwrap import wrap
 from commfuse_npu.launch.options import whole
 from commfuse_npu.plan import PlanError
 from commfuse_npu.plan.machines import described
-from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.doctor.local_machine import LocalMachine, listed_npus
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.launch_script import UsageError
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, refuse, write_output
+from commfuse_npu.tools.option_types import (
+    Parser,
+    new_file,
+    refuse,
+    write_figures,
+    write_output,
+)
 from commfuse_npu.tools.plan.asked_launch import AskedLaunch, ask_about
 from commfuse_npu.tools.plan.launch_plan import LaunchPlan, plan_launch
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
@@ -149,11 +155,7 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     launch = ask_about(config, words, os.environ, arguments.nproc_per_node)
     plan = plan_launch(launch, _machine_chooser(arguments)(launch, words))
     print(plan.verdict, "", plan, sep="\n")
-
-    def figures(path: Path) -> None:
-        write_json(path, plan.as_json(), indent=1)
-
-    write_output(arguments.json, ": all figures", figures)
+    write_figures(arguments.json, plan.as_json())
     return int(bool(plan.problems))
 
 
@@ -194,15 +196,14 @@ def _recommend(arguments: argparse.Namespace) -> int:
     if arguments.write:
         check_target(arguments.write)
     recomputes = None if arguments.recompute is None else arguments.recompute == "full"
+    asked = replace(
+        model,
+        seq_length=arguments.sequence_length or model.seq_length,
+        micro_batch_size=arguments.micro_batch or model.micro_batch_size,
+    )
+    fixed = Fixed(arguments.tp, arguments.cp, arguments.pp, recomputes)
     try:
-        rows, fitting = recommend(
-            model,
-            hardware,
-            model.world_size if arguments.npus is None else arguments.npus,
-            sequence=arguments.sequence_length,
-            micro_batch=arguments.micro_batch,
-            fixed=Fixed(arguments.tp, arguments.cp, arguments.pp, recomputes),
-        )
+        rows, fitting = recommend(asked, hardware, arguments.npus or model.world_size, fixed)
     except NoLayoutError as error:
         return refuse("plan", error, code=1)
     first = best(rows)
@@ -212,8 +213,7 @@ def _recommend(arguments: argparse.Namespace) -> int:
     print("", f"{fitting}.", sep="\n")
     launcher = f"CONFIG={arguments.write} bash scripts/launch_pretraining.sh"
     written = partial(write_plan, plan=plan, row=first, hardware=hardware)
-    figures = partial(write_json, content=as_json(rows, hardware, arguments.model), indent=1)
     # First the file that a launch needs.
     write_output(arguments.write, f". On every node:\n\n    {launcher}", written)
-    write_output(arguments.json, ": all figures", figures)
+    write_figures(arguments.json, as_json(rows, hardware, arguments.model))
     return 0

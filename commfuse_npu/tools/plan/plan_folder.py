@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from commfuse_npu.plan import PlanError
-from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.launch_script import NoTrainingError, UsageError
-from commfuse_npu.tools.option_types import write_output
+from commfuse_npu.tools.option_types import write_figures
 from commfuse_npu.tools.plan.launch_plan import LaunchPlan
 from commfuse_npu.tools.simulate.variants import LEGEND
 from commfuse_npu.tools.terminal import table_head, table_row, tell
@@ -64,15 +63,11 @@ def plan_folder(
             plans[name] = str(error)
     print(table_head(_HEAD, numbers=False), *_rows(plans), sep="\n")
     print(f"\n{len(plans)} launches; {others} other scripts start no training.\n\n{_LEGEND}")
-
-    def figures(path: Path) -> None:
-        content = {
-            name: {"error": found} if isinstance(found, str) else found.as_json()
-            for name, found in plans.items()
-        }
-        write_json(path, content, indent=1)
-
-    write_output(json, ": all figures", figures)
+    content = {
+        name: {"error": found} if isinstance(found, str) else found.as_json()
+        for name, found in plans.items()
+    }
+    write_figures(json, content)
     return 0
 
 
@@ -83,17 +78,16 @@ def _rows(plans: dict[str, LaunchPlan | str]) -> Iterator[str]:
             yield table_row((name, *"-----", found))
             continue
         best = found.best
-        now = found.now.seconds
         changes = best is not found.now and not found.problems
         what = best.change if changes else found.verdict
         if changes and found.unsimulated:
             what += f" (gain not known: {found.unsimulated})"
         yield table_row((
             name,
-            "-" if now is None else f"{1e3 * now:,.0f}",
+            f"{1e3 * found.now.seconds:,.0f}" if found.now.timed else "-",
             best.name,
             "-" if found.saved is None or not changes else found.saved.percent,
-            "-" if best.timed is None else f"{best.gibibytes:.1f} of {found.usable:.1f}",
+            f"{best.gibibytes:.1f} of {found.usable:.1f}" if best.timed else "-",
             "A3" if "A3" in found.hardware.name else "A2",
             what,
         ))  # fmt: skip

@@ -51,16 +51,12 @@ def recommend(
     hardware: Hardware,
     npus: int,
     fixed: Fixed,
-    *,
-    sequence: int | None = None,
-    micro_batch: int | None = None,
 ) -> tuple[list[Timed], str]:
     """Search for the best layout and form.
 
     Args:
         npus: number of NPUs; all are used.
         fixed: sizes that the user has fixed.
-        sequence, micro_batch: tokens and sequences; the model's by default.
 
     Returns:
         The best form of each of the best layouts, and the best with and without CommFuse, shortest
@@ -78,20 +74,18 @@ def recommend(
             f"--npus {npus} is more than a host of {host} and not whole hosts; choose {below} or "
             f"{below + host}"
         )
-    sequence = sequence or model.seq_length
-    batch = micro_batch or model.micro_batch_size
     machine = hardware.machine()
     most = limit(hardware)
     choices = (False, True) if fixed.recomputes is None else (fixed.recomputes,)
     refused = Counter[str]()
     candidates: list[Timed] = []
-    for layout in _layouts(model, hardware, npus, fixed, batch):
+    for layout in _layouts(model, hardware, npus, fixed):
         tell(f"TP {layout.tp}, CP {layout.cp}, PP {layout.pp}, DP {layout.dp}, chunks {layout.vpp}")
         found: list[Timed] = []
         reason = "more memory than an NPU has"
         try:
             for choice in choices:
-                setup = training(model, layout, sequence, micro_batch=batch, recomputes=choice)
+                setup = training(model, layout, recomputes=choice)
                 launched = [form for form in forms(machine, setup) if form.flags is not None]
                 fitting = [f for f in launched if footprint(setup, f, hardware).total <= most]
                 found += [timed(setup, form, hardware, 1) for form in fitting]
@@ -112,20 +106,18 @@ def recommend(
     if not best:
         why = counts or "the fixed sizes do not divide them"
         raise NoLayoutError(
-            f"no layout of {npus} NPUs fits {sequence} tokens and a global batch of "
+            f"no layout of {npus} NPUs fits {model.seq_length} tokens and a global batch of "
             f"{model.global_batch_size}: {why}; take another --npus, a shorter --sequence-length, "
             "another --micro-batch, or leave sizes open"
         )
     with_and_without = {row.form.ours: row for row in reversed(candidates)}
-    shown = {id(row) for row in (*best[:_RANKED], *with_and_without.values())}
-    rows = [timed(row.training, row.form, hardware) for row in candidates if id(row) in shown]
+    shown = [*best[:_RANKED], *with_and_without.values()]
+    rows = [timed(row.training, row.form, hardware) for row in candidates if row in shown]
     fits = f"{len(best)} layouts fit {most / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
     return rows, f"{fits}; not: {counts}" if counts else fits
 
 
-def _layouts(
-    model: ModelConfig, hardware: Hardware, npus: int, fixed: Fixed, micro_batch: int
-) -> Iterator[Layout]:
+def _layouts(model: ModelConfig, hardware: Hardware, npus: int, fixed: Fixed) -> Iterator[Layout]:
     """Every division of the NPUs; whether it fits the model is checked later.
 
     Interleaved pipelines are included if they divide layers and micro-batches.
@@ -143,7 +135,7 @@ def _layouts(
         yield Layout(tp, cp, dp, pp)
         # Micro-batches pass through chunks ``pp`` at a time.
         even = pp != stages or model.num_layer_list is None
-        if pp > 1 and even and model.global_batch_size // (micro_batch * dp) % pp == 0:
+        if pp > 1 and even and model.global_batch_size // (model.micro_batch_size * dp) % pp == 0:
             for vpp in _INTERLEAVED:
                 if model.num_layers % (pp * vpp) == 0:
                     yield Layout(tp, cp, dp, pp, vpp)
@@ -195,18 +187,15 @@ def planned(
 ) -> ModelConfig:
     """The model in the simulated layout, with options for settings that have no key."""
     npus = training.layout.npus
-    words: list[str] = []
-    decided = False
-    for word in model.pretrain_options:
-        decided = word.startswith(_DECIDED) if word.startswith("--") else decided
-        words += [] if decided else [word]
+    kept = Options(model.pretrain_options)
+    kept.drop(*(name for name in kept.names if name.startswith(_DECIDED)))
     per_node = min(npus, hardware.npus_per_host)
     flags = (form.flags or "").split()
     plan = replace(
         training.model,
         npus_per_node=per_node,
         nnodes=npus // per_node,
-        pretrain_options=(*words, *_without_key(training), *([] if form.ours else flags)),
+        pretrain_options=(*kept.words, *_without_key(training), *([] if form.ours else flags)),
         commfuse_options=tuple(flags if form.ours else ()),
     )
     plan.validate()

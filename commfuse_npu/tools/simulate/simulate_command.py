@@ -4,16 +4,21 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from commfuse_npu.launch.options import whole
-from commfuse_npu.runtime.atomic_write import write_json
 from commfuse_npu.tools.config_file import ConfigError, find_config
 from commfuse_npu.tools.drawing import draw, lacking
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.option_types import Parser, new_file, positive, refuse, write_output
+from commfuse_npu.tools.option_types import (
+    Parser,
+    new_file,
+    positive,
+    refuse,
+    write_figures,
+    write_output,
+)
 from commfuse_npu.tools.simulate.layer_picture import layer_picture
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.timed import CORNERS, as_json, best, show, timed
@@ -148,7 +153,6 @@ def _main(arguments: argparse.Namespace) -> int:
         layer = layer_picture(TrainingStep(hardware.machine(), setup), shown)
         draw([layer], f"{title}, {hardware.name}, simulated", path)
 
-    figures = partial(write_json, content=as_json(rows, hardware, arguments.model), indent=1)
-    write_output(arguments.json, ": all figures", figures)
+    write_figures(arguments.json, as_json(rows, hardware, arguments.model))
     write_output(arguments.svg, ": a layer", picture)
     return 0

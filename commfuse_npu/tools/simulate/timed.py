@@ -20,7 +20,7 @@ from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, LEGEND, MEGATRON,
 from commfuse_npu.tools.terminal import table_row
 
 _ENDS: tuple[Choice, Choice] = "favorable", "unfavorable"
-LITTLE = 0.01
+_LITTLE = 0.01
 """Share of a step that a further option has to save."""
 _LAYOUT = "TP CP PP DP"
 _SAME = (_LAYOUT, "recompute")
@@ -99,10 +99,6 @@ class Timed:
         pairs = zip(self.seconds, than.seconds, strict=True)
         return Range.of([1 - mine / other for mine, other in pairs])
 
-    def saves(self, than: Timed) -> bool:
-        """Whether that is at least :data:`LITTLE`."""
-        return self.typical <= (1 - LITTLE) * than.typical
-
     def per_npu(self, number: float) -> float:
         """A number of the whole step, per second and NPU."""
         return number / self.typical / self.training.layout.npus
@@ -164,9 +160,14 @@ def best(rows: Sequence[Timed]) -> Timed:
             if other.fits == row.fits and other.training.layout == row.training.layout
             if other.form.flags and has_more(str(row.form.flags), other.form.flags)
         )
-        return all(map(row.saves, fewer))
+        return all(saves(row.typical, other.typical) for other in fewer)
 
     return next(filter(worth, launched))
+
+
+def saves(seconds: float, than: float) -> bool:
+    """Whether one step saves at least :data:`_LITTLE` of another."""
+    return seconds <= (1 - _LITTLE) * than
 
 
 def has_more(flags: str, than: str) -> bool:

@@ -240,7 +240,7 @@ def test_time_and_memory_follow_the_options() -> None:
         training(options) for options in ("", "--noop-layers 3", f"{FULL} uniform")
     )
     assert milliseconds(noop) < milliseconds(plain) < milliseconds(full)
-    each = training("--no-sequence-parallel").parameters_of("dense")[0]
+    each = training("--no-sequence-parallel").shape.parameters()[0]
 
     def bytes_of(of: Training) -> tuple[float, ...]:
         return tuple(footprint(of, MEGATRON, SERVER))[:4]
