@@ -9,7 +9,7 @@ import csv
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
@@ -173,31 +173,30 @@ def _figures(spans: dict[str, list[Span]]) -> Step:
     """The measured times of a step, and the bounds."""
     kernels = [*spans["cube"], *spans["vector"]]
     parts = {name: part for name, part in spans.items() if name not in _COMPUTING}
-    transfers = list(chain.from_iterable(parts.values()))
+    everything = [*kernels, *chain(*parts.values())]
     computing = _covered(kernels)
-    everything = kernels + transfers
     bounds = {}
     for form, names in _FORMS.items():
-        hideable = list(chain.from_iterable(parts.get(name, ()) for name in names))
+        hideable = [parts.get(name, []) for name in names]
         beside = spans["cube"] if form == "--use-commfuse" else kernels
-        exposed = _covered(kernels + hideable) - computing
-        bounds[form] = min(exposed, _covered(beside + hideable) - _covered(hideable))
+        exposed = _covered(kernels, *hideable) - computing
+        bounds[form] = min(exposed, _covered(beside, *hideable) - _covered(*hideable))
     return {
         "length": (max(end for _, end in everything) - min(everything)[0]) / 1e6,
         "computing": computing,
-        "communication": _covered(transfers),
+        "communication": _covered(*parts.values()),
         "exposed": _covered(everything) - computing,
-        "parts": {name: _covered(kernels + part) - computing for name, part in parts.items()},
+        "parts": {name: _covered(kernels, part) - computing for name, part in parts.items()},
         "bounds": bounds,
         "source": _KERNELS,
     }
 
 
-def _covered(spans: Sequence[Span]) -> float:
+def _covered(*spans: Iterable[Span]) -> float:
     """Time in ms in which at least one span runs: (A or B) - B is A without B."""
     total = 0
     end = 0
-    for start, stop in sorted(spans):
+    for start, stop in sorted(chain(*spans)):
         total += max(0, stop - max(start, end))
         end = max(end, stop)
     return total / 1e6

@@ -177,9 +177,11 @@ class Judged(NamedTuple):
         return f"{self.layer}: {own if self.reason else 'fused'}"
 
 
-_Layer = tuple[str, bool, str, str]
-"""A kind of layer: its name, whether it is column-parallel, its name in ``--commfuse-layers``, and
-why it keeps its own forward, or empty."""
+_Layer = tuple[str, str, str]
+"""A kind of layer: its name, its name in ``--commfuse-layers``, and why it keeps its own forward,
+or empty."""
+_ROW_PARALLEL = ("proj", "fc2", "shared_fc2")
+"""Those in ``--commfuse-layers``; the others are column-parallel."""
 
 
 def _layers(options: Options) -> Iterator[_Layer]:
@@ -190,43 +192,43 @@ def _layers(options: Options) -> Iterator[_Layer]:
     # Qwen3-Next: every n-th layer has attention with separate q, k and v; others are linear.
     delta_net = "--full-attention-interval" in options
     if not (latent or compressed or delta_net):
-        yield "qkv", True, "qkv", ""
+        yield "qkv", "qkv", ""
     if latent:
-        yield "q_up", True, "q_up", ""
-        yield "kv_up", True, "kv_up", ""
+        yield "q_up", "q_up", ""
+        yield "kv_up", "kv_up", ""
     if delta_net:
-        yield "q, k, v apart", True, "qkv", ""
-        yield "delta-net in", True, "fc1", ""
-        yield "delta-net out", False, "fc2", ""
+        yield "q, k, v apart", "qkv", ""
+        yield "delta-net in", "fc1", ""
+        yield "delta-net out", "fc2", ""
     if compressed:
         unknown = "it is not among the layers that can be fused"
-        yield "CSA's q_up, o_down", True, "", unknown
-        yield "CSA's o_up", False, "", unknown
+        yield "CSA's q_up, o_down", "", unknown
+        yield "CSA's o_up", "", unknown
     else:
-        yield "proj", False, "proj", ""
+        yield "proj", "proj", ""
     experts = options.number("--num-experts", 0) > 0
     # With experts, only the first layers are dense (MindSpeed-LLM's transformer_block.py).
     if not experts or longcat or options.number("--first-k-dense-replace", -1) > 0:
-        yield "fc1", True, "fc1", ""
-        yield "fc2", False, "fc2", ""
+        yield "fc1", "fc1", ""
+        yield "fc2", "fc2", ""
     shared = "--n-shared-experts", "--moe-shared-expert-intermediate-size"
     if experts and any(options.number(name, 0) for name in shared):
-        yield "shared_fc1", True, "shared_fc1", _overlapped(options)
-        yield "shared_fc2", False, "shared_fc2", _overlapped(options)
+        for name in ("shared_fc1", "shared_fc2"):
+            yield name, name, _overlapped(options)
     if experts:
-        yield "experts", False, "fc2", EXPERTS
+        yield "experts", "fc2", EXPERTS
     if "--mtp-num-layers" in options:
-        yield "eh_proj", True, "eh_proj", ""
-    yield "output", True, "output", ""
+        yield "eh_proj", "eh_proj", ""
+    yield "output", "output", ""
 
 
 def _judge(launch: AskedLaunch, least: int) -> Iterator[Judged]:
     """The verdict on each linear layer; ``least`` rows are fused."""
     options = launch.options
-    for name, column, known_as, kept in _layers(options):
+    for name, known_as, kept in _layers(options):
         reason = kept or layer_obstacle(
             known_as,
-            column=column,
+            column=known_as not in _ROW_PARALLEL,
             split=launch.config.uses_sequence_parallel,
             size=size_of(options, "tensor-model"),
             layers=launch.fuse.commfuse_layers,
@@ -239,9 +241,7 @@ def _judge(launch: AskedLaunch, least: int) -> Iterator[Judged]:
 
 def _overlapped(options: Options) -> str:
     """Why shared experts use MindSpeed's linear layers, or ones without transfers; else empty."""
-    overlaps = (
-        *("--moe-alltoall-overlap-comm", "--moe-allgather-overlap-comm"),
-        "--moe-shared-expert-overlap",
-    )
-    overlap = next((option for option in overlaps if option in options), "")
-    return overlap and f"{overlap} runs them beside the experts' transfers"
+    for name in ("alltoall-overlap-comm", "allgather-overlap-comm", "shared-expert-overlap"):
+        if f"--moe-{name}" in options:
+            return f"--moe-{name} runs them beside the experts' transfers"
+    return ""

@@ -10,9 +10,8 @@ from pathlib import Path
 from textwrap import wrap
 
 from commfuse_npu.launch.options import whole
-from commfuse_npu.plan import PlanError
 from commfuse_npu.plan.machines import described
-from commfuse_npu.tools.config_file import ConfigError, find_config
+from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.doctor.local_machine import LocalMachine, listed_npus
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.launch_script import UsageError
@@ -114,7 +113,7 @@ def main(words: Sequence[str]) -> int:
     a_folder = options.what is not None and folder.is_dir()
     if a_folder and launch:
         parser.error(f"-- {launch[0]}: no effect on {options.what}; leave it out")
-    chosen = {name for name, value in vars(options).items() if value not in (None, False)}
+    chosen = {name for name, value in vars(options).items() if value is not None}
     scripts = launch_scripts(folder) if a_folder else []
     a_profile = a_folder and not scripts
     takes = {"what", "json"} if a_profile else {"what", "json", "hardware", "nproc_per_node"}
@@ -131,26 +130,28 @@ def main(words: Sequence[str]) -> int:
         if a_folder:
             return _folder(options, folder, scripts)
         return _launch(options, launch)
-    except (PlanError, ConfigError, UsageError, ValueError, OSError) as error:
+    except (UsageError, ValueError, OSError) as error:
         return refuse("plan", error)
 
 
 def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     path = arguments.what
     config = None
-    if path is not None and path.endswith((".yaml", ".yml")) and Path(path).is_file():
-        config = Path(path)
-    elif path is not None and not Path(path).is_file():
-        raise UsageError(
-            f"{path!r} is no file and no folder; give a launch script, a configuration's yaml "
-            "file, a folder of scripts or profiles, or --model NAME"
-        )
-    elif path is not None and Path(path).suffix not in ("", ".sh", ".bash"):
-        started = f"commfuse-npu plan -- torchrun ... {path} ARGS"
-        way_out = started if path.endswith(".py") else "give a .sh file"
-        raise UsageError(f"{path} is no launch script by its name; {way_out}")
-    elif path is not None:
-        words = ["bash", path, *words]
+    if path is not None:
+        file = Path(path)
+        if not file.is_file():
+            raise UsageError(
+                f"{path!r} is no file and no folder; give a launch script, a configuration's yaml "
+                "file, a folder of scripts or profiles, or --model NAME"
+            )
+        if file.suffix in (".yaml", ".yml"):
+            config = file
+        elif file.suffix in ("", ".sh", ".bash"):
+            words = ["bash", path, *words]
+        else:
+            started = f"commfuse-npu plan -- torchrun ... {path} ARGS"
+            way_out = started if file.suffix == ".py" else "give a .sh file"
+            raise UsageError(f"{path} is no launch script by its name; {way_out}")
     tell(f"reading what {path or 'the command'} starts")
     launch = ask_about(config, words, os.environ, arguments.nproc_per_node)
     plan = plan_launch(launch, _machine_chooser(arguments)(launch, words))

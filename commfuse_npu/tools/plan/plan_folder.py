@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from commfuse_npu.plan import PlanError
-from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.launch_script import NoTrainingError, UsageError
 from commfuse_npu.tools.option_types import write_figures
 from commfuse_npu.tools.plan.launch_plan import LaunchPlan
@@ -59,7 +57,7 @@ def plan_folder(
             plans[name] = plan(["bash", str(path)])
         except NoTrainingError:
             others += 1
-        except (PlanError, ConfigError, UsageError, ValueError, OSError) as error:
+        except (UsageError, ValueError, OSError) as error:
             plans[name] = str(error)
     print(table_head(_HEAD, numbers=False), *_rows(plans), sep="\n")
     print(f"\n{len(plans)} launches; {others} other scripts start no training.\n\n{_LEGEND}")

@@ -17,6 +17,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from commfuse_npu.tools.hardware.machine import Machine
@@ -33,17 +34,15 @@ from commfuse_npu.tools.simulate.operations import (
 _STREAMS = COMPUTE, ASIDE
 
 
+@dataclass(eq=False, slots=True)
 class _Activity:
     """What takes time: how much of it remains ``since`` a time, its rate, and its end."""
 
-    __slots__ = ("end", "rate", "remaining", "since", "start")
-
-    def __init__(self, amount: float) -> None:
-        self.remaining = amount
-        self.rate = 0.0
-        self.since = 0.0
-        self.start = 0.0
-        self.end = 0.0
+    remaining: float
+    rate: float = 0.0
+    since: float = 0.0
+    start: float = 0.0
+    end: float = 0.0
 
     def begin(self, now: float) -> None:
         self.start = now

@@ -66,8 +66,7 @@ class Footprint(NamedTuple):
 
     @property
     def total(self) -> float:
-        state = self.weights + self.gradients + self.optimizer
-        return state + self.activations + self.communication
+        return sum(self)
 
     @property
     def first_step(self) -> float:

@@ -78,6 +78,4 @@ def _tuned(links: Links, variant: Variant, build: _Build, steady: bool) -> Varia
 @lru_cache(1 << 14)
 def collective_seconds(links: Links, size: float) -> float:
     """Seconds of a plain collective on its own, with ``size`` bytes per block."""
-    if links.size == 1 or size <= 0:
-        return 0.0
     return simulate(links, REFERENCE, lambda rank: rank.need(rank.collective("", size))).seconds

@@ -3,7 +3,7 @@
 It shows the rank in the middle, or the one that represents all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from commfuse_npu.tools.drawing import Bit, Chart, Row, Size, gantt
 from commfuse_npu.tools.simulate.engine import Simulated
@@ -16,14 +16,14 @@ _LINKS = "links"
 _INSTANT = 1e-9
 
 
-def layer_picture(step: TrainingStep, variants: Mapping[str, Variant]) -> Chart:
+def layer_picture(step: TrainingStep, variants: Iterable[Variant]) -> Chart:
     """A Gantt chart of one layer in each of these variants."""
-    rows = [lanes(title, step.parts(variant)) for title, variant in variants.items()]
+    rows = [_lanes(variant.name, step.parts(variant)) for variant in variants]
     axis = "ms, typical figures; lower is better"
     return gantt("One layer, forward and backward", axis, rows, Size(18, 72, 300))
 
 
-def lanes(title: str, parts: Sequence[Simulated]) -> Row:
+def _lanes(title: str, parts: Sequence[Simulated]) -> Row:
     """The parts in sequence, in ms.
 
     Waiting is time in which the first stream is idle.
@@ -31,25 +31,27 @@ def lanes(title: str, parts: Sequence[Simulated]) -> Row:
     bits: list[Bit] = []
     begin = 0.0
 
-    def add(lane: str, start: float, end: float, kind: str) -> None:
-        if end - start > _INSTANT or kind != "waiting":
-            label = f"{1e3 * (end - start):.1f}" if kind == "waiting" else ""
-            bits.append(Bit(lane, 1e3 * (begin + start), 1e3 * (begin + end), kind, label))
+    def add(lane: str, start: float, end: float, kind: str, label: str = "") -> None:
+        bits.append(Bit(lane, 1e3 * (begin + start), 1e3 * (begin + end), kind, label))
+
+    def wait(start: float, end: float) -> None:
+        if end - start > _INSTANT:
+            add(_LANES[COMPUTE], start, end, "waiting", f"{1e3 * (end - start):.1f}")
 
     for simulated in parts:
         at = 0.0
+        shown = simulated.shown_rank
         for span in simulated.spans:
             lane = _LANES.get(span.operation.engine or "")
-            if lane is None or span.rank != simulated.shown_rank or span.start == span.end:
+            if lane is None or span.rank != shown or span.start == span.end:
                 continue
             if span.operation.engine == COMPUTE:
-                add(lane, at, span.start, "waiting")
+                wait(at, span.start)
                 at = span.end
             add(lane, span.start, span.end, "work")
-        add(_LANES[COMPUTE], at, simulated.seconds, "waiting")
+        wait(at, simulated.seconds)
         everyone = simulated.links.folded
-        shown = simulated.shown_rank
-        moved = [m for m in simulated.moved if everyone or m.message.source == shown]
+        moved = (m for m in simulated.moved if everyone or m.message.source == shown)
         for start, end in sorted({(m.start, m.end) for m in moved}):
             add(_LINKS, start, end, "transfer")
         begin += simulated.seconds

@@ -124,11 +124,6 @@ def _slices(rank: Rank, operation: str, rows: int) -> list[int]:
     return [stop - start for start, stop in pairwise(split(rows, slices))]
 
 
-def _reorder(rank: Rank, name: str, rows: int, columns: int) -> None:
-    """Add the copy that restores the order of rows: a slice holds rows of every block."""
-    rank.elementwise(f"{name} reorder", 2 * rows * rank.size * columns)
-
-
 def _gather_gemm(rank: Rank, name: str, rows: int, inner: int, outer: int) -> tuple[int, ...]:
     """Add the gather and the GEMM; returns what to wait for until all rows have arrived."""
     kind = rank.variant.kind
@@ -144,7 +139,8 @@ def _gather_gemm(rank: Rank, name: str, rows: int, inner: int, outer: int) -> tu
     for part, waits in zip(slices, arrivals, strict=True):
         rank.gemm(name, part * n, inner, outer, waits)
     if len(slices) > 1:
-        _reorder(rank, name, rows, outer)
+        # A slice holds rows of every block.
+        rank.elementwise(f"{name} reorder", 2 * rows * n * outer)
     return arrivals[-1]
 
 
@@ -174,7 +170,7 @@ def _gemm_scatter(
     slices = _slices(rank, name, rows)
     waits = tuple[int, ...]()
     if len(slices) > 1:
-        _reorder(rank, name, rows, inner)
+        rank.elementwise(f"{name} reorder", 2 * rows * n * inner)
     for part in slices:
         rank.gemm(name, part * n, inner, outer)
         waits = rank.summed(f"{name} scatter", part * outer)

@@ -25,7 +25,7 @@ _INNER = range(256, 65535)
 _ROUNDS = 4
 """Rounds of a transfer around a double ring of 4 to 32 ranks: for a small one the host
 expects 74 to 95 us, whatever the number of ranks."""
-_COUNTS = range(1, 17)
+_MOST_TILES = 16
 _LEAST_ROWS = 128
 """Limits of the kernel: tiles of a block, and rows of a tile."""
 
@@ -90,8 +90,9 @@ def gemm_scatter(rank: Rank, name: str, rows: int, inner: int, outer: int) -> No
 
 def _cuts(rows: int) -> list[list[int]]:
     """The rows of a block in tiles, for every number of tiles."""
-    counts = [count for count in _COUNTS if count == 1 or count * _LEAST_ROWS <= rows]
-    return [[stop - start for start, stop in pairwise(split(rows, count))] for count in counts]
+    most = max(1, min(_MOST_TILES, rows // _LEAST_ROWS))
+    cuts = (split(rows, count) for count in range(1, most + 1))
+    return [[stop - start for start, stop in pairwise(cut)] for cut in cuts]
 
 
 def _layout(rank: Rank, inner: int, outer: int) -> float:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -58,6 +59,7 @@ def take_turns(
     turns.run()
 
 
+@dataclass
 class _TimedPass:
     """A pass.
 
@@ -68,11 +70,10 @@ class _TimedPass:
         waits: the pass for whose end it waits.
     """
 
-    def __init__(self, launches: Iterator[_TimedPass | None], ahead: bool) -> None:
-        self.launches = launches
-        self.ahead = ahead
-        self.ended = False
-        self.waits: _TimedPass | None = None
+    launches: Iterator[_TimedPass | None]
+    ahead: bool
+    ended: bool = False
+    waits: _TimedPass | None = None
 
     @property
     def can_run(self) -> bool:

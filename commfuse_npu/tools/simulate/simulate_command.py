@@ -149,7 +149,7 @@ def _main(arguments: argparse.Namespace) -> int:
     title = show(rows, hardware, model_path.stem, f"Options of this form: {flags}.")
 
     def picture(path: Path) -> None:
-        shown = {form.name: form for form in (REFERENCE, MEGATRON, first.form)}
+        shown = dict.fromkeys((REFERENCE, MEGATRON, first.form))
         layer = layer_picture(TrainingStep(hardware.machine(), setup), shown)
         draw([layer], f"{title}, {hardware.name}, simulated", path)
 

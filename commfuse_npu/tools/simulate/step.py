@@ -163,16 +163,15 @@ class TrainingStep(Chunks):
             everyone += [(own, forward, backward)] * count
             experts += [(of_experts, forward, backward)] * count * bool(of_experts)
         everyone += table * (training.tables(stage) - first)
-        tail = 0.0
-        start = 0.0
-        for layers, ranks, stride in (
+        groups = (
             (everyone, layout.dp * layout.cp, layout.tp),
             (experts, training.expert_replicas, training.expert_stride),
-        ):
-            if ranks > 1 and layers:
-                late, early = _exposed(training, layers, Links(self.machine, ranks, stride))
-                tail += late
-                start += early
+        )
+        exposed = (
+            _exposed(training, layers, Links(self.machine, ranks, stride))
+            for layers, ranks, stride in groups
+        )
+        tail, start = map(sum, zip(*exposed, strict=True))
         return tail, start
 
     @property
