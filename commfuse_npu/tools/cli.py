@@ -41,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         # As after Ctrl-C: processes are ended and temporary folders removed.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    if arguments is None and words[:1] and words[0] != "measure":
-        # As in other programs: `simulate | head` ends silently when the reader has gone.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        if words and words[0] != "measure":
+            # As in other programs: `simulate | head` ends silently when the reader has gone.
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         # Imported here, where Ctrl-C is handled.
         from commfuse_npu.tools.terminal import rendered
@@ -84,7 +84,7 @@ def _answer(words: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"commfuse-npu {__version__}")
-    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help="one of those below")
+    parser.add_argument("command", metavar="COMMAND", help="one of those below")
     called = " ".join([parser.prog, *words[:1]])
     for name in (called, *(f"{called} {word.partition('=')[0]}" for word in words[1:])):
         if why := removed(name):

@@ -55,19 +55,16 @@ class Row(NamedTuple):
 class Size(NamedTuple):
     """Of a Gantt chart: height of a lane, and widths of the names and of the axis, in pixels."""
 
-    lane: int = 24
-    names: int = 66
-    axis: int = 760
-
-
-_SIZE = Size()
+    lane: int
+    names: int
+    axis: int
 
 
 def gantt(
     title: str,
     axis: str,
     rows: Sequence[Row],
-    size: Size = _SIZE,
+    size: Size,
     legend: bool = True,
 ) -> Chart:
     """A Gantt chart: the lanes of all rows on one time axis."""

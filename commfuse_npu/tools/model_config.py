@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_npu.launch.did_you_mean import did_you_mean
-from commfuse_npu.launch.options import unknown_option, whole
+from commfuse_npu.launch.options import option_name, unknown_option, whole
 from commfuse_npu.plan import block_rows
 from commfuse_npu.tools.config_file import ConfigError, find_config, read_config
 
@@ -88,7 +88,7 @@ class ModelConfig:
             ConfigError: an option without a default is missing.
         """
         settings, _ = known_options(options, _declare)
-        if missing := [_option(name) for name in _REQUIRED if name not in settings]:
+        if missing := [option_name(name) for name in _REQUIRED if name not in settings]:
             raise ConfigError(
                 f"{', '.join(missing)} not given: without, the layers have no size; add to the "
                 "options, or name a configuration"
@@ -167,7 +167,7 @@ class ModelConfig:
             words.append("--group-query-attention")
         for name, value in values.items():
             if value is not False and value is not None:
-                words.append(_option(name))
+                words.append(option_name(name))
                 if value is not True:
                     several = isinstance(value, tuple)
                     words.append(",".join(map(str, value)) if several else str(value))
@@ -181,10 +181,6 @@ class ModelConfig:
                 separator = " " if kind == _WORDS else ","
                 values[name] = separator.join(map(str, values[name]))
         return "".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items())
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 _NOT_ARGUMENTS = "npus_per_node", "nnodes", "pretrain_options", "commfuse_options"
@@ -234,7 +230,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
 
     types: dict[str, Callable[[str], Any]] = {"int": number, "str": str, _NUMBERS: numbers}
     for name, kind in _KINDS.items():
-        spellings = _SPELLINGS.get(name, (_option(name),))
+        spellings = _SPELLINGS.get(name, (option_name(name),))
         if kind == "bool":
             parser.add_argument(*spellings, dest=name, action="store_true")
         elif kind != _WORDS:
@@ -255,7 +251,7 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     lines: dict[str, tuple[str, ...]] = {"pretrain_options": ()}
     for name, value in content.items():
         kind = _KINDS.get(name)
-        option = _option(str(name))
+        option = option_name(str(name))
         refused = f"{path}: {name}: {value!r:.40} is not"
         if kind == _WORDS:
             lines[name] = tuple(str(value or "").split())

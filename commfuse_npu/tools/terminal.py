@@ -109,14 +109,16 @@ class _Rendered:
         cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
         notes: list[str] = []
         if len(lines) > 1 and _RULE.fullmatch(lines[1]) and len(set(map(len, cells))) == 1:
-            right = [cell.endswith(":") for cell in cells.pop(1)]
+            rule = cells.pop(1)
             if _width_of(cells) > self.width:
                 notes = _move_to_notes(cells[1:])
             if _width_of(cells) > self.width:
                 cells = [[_RANGE.sub("", cell) for cell in row] for row in cells]
             widths = _widths(cells)
             cells.insert(1, ["-" * width for width in widths])
-            lines = ["  ".join(map(_padded, row, widths, right)).rstrip() for row in cells]
+            sides = (">" if cell.endswith(":") else "<" for cell in rule)
+            formats = [f"{side}{width}" for side, width in zip(sides, widths, strict=True)]
+            lines = ["  ".join(map(format, row, formats)).rstrip() for row in cells]
         for line in lines:
             self._print_line(line)
         for number, note in enumerate(notes, 1):
@@ -133,13 +135,8 @@ def _width_of(rows: Sequence[Sequence[str]]) -> int:
 
 def _move_to_notes(rows: Sequence[list[str]]) -> list[str]:
     """Replace the long last cells of rows by numbers; return the cells, each once."""
-    long = dict.fromkeys(row[-1] for row in rows if len(row[-1]) > _SHORT_CELL)
-    notes = list(long)
+    notes = list(dict.fromkeys(row[-1] for row in rows if len(row[-1]) > _SHORT_CELL))
     for row in rows:
-        if row[-1] in long:
+        if row[-1] in notes:
             row[-1] = f"[{notes.index(row[-1]) + 1}]"
     return notes
-
-
-def _padded(cell: str, width: int, right: bool) -> str:
-    return cell.rjust(width) if right else cell.ljust(width)

@@ -40,11 +40,11 @@ def step() -> TrainingStep:
     return TrainingStep(hardware.machine(), layers.layer(_MODEL, _TP, _TOKENS))
 
 
-def forms() -> dict[str, Variant]:
-    """The variants of the picture ``forms``, by title."""
+def forms() -> list[Variant]:
+    """The variants of the picture ``forms``."""
     example = step()
     variants = {form.name: form for form in simulated(example.machine, example.training)}
-    return {name: variants[name] for name in (MEGATRON.name, f"{FUSED}, tuned", OVERLAP.name)}
+    return [variants[name] for name in (MEGATRON.name, f"{FUSED}, tuned", OVERLAP.name)]
 
 
 def _results() -> Chart:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from commfuse_npu.launch.did_you_mean import did_you_mean
 from commfuse_npu.tools.config_file import ConfigError, read_config
@@ -151,9 +151,8 @@ class Hardware:
             for row in [content[section][name]]
         }
         whole = {name: content[name] for name in _WHOLE}
-        name = content["name"]
         topologies = {level: content[level]["topology"] for level in levels}
-        return cls(path, name, **whole, topologies=topologies, figures=figures)
+        return cls(path, content["name"], **whole, topologies=topologies, figures=figures)
 
     def posting(self, seconds: float) -> Hardware:
         """A copy whose host takes ``seconds`` to post a batch and to wait for it."""
@@ -295,6 +294,3 @@ def _unknown(content: Mapping[str, Any], known: tuple[str, ...], where: str) -> 
     for key in content:
         if key not in known:
             yield f"{where}{key}: unknown field{did_you_mean(str(key), known, 0.0)}"
-
-
-assert set(get_args(LinkTopology)) == {name for names in _TOPOLOGIES.values() for name in names}

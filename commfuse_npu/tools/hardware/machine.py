@@ -128,9 +128,7 @@ class Machine:
 
         A copy reads and writes memory, and does not overlap with the transfer.
         """
-        ends = 2
-        reads_and_writes = 2
-        return self.memory(ends * reads_and_writes * self.message_copies * size)
+        return self.memory(2 * 2 * self.message_copies * size)
 
     def memory(self, traffic: float) -> float:
         """Seconds of element-wise work that reads and writes ``traffic`` bytes in all."""

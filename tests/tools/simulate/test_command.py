@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from commfuse_npu.tools import cli, drawing
-from commfuse_npu.tools.drawing import Bit, Row, draw, gantt
+from commfuse_npu.tools.drawing import Bit, Row, Size, draw, gantt
 from scripts.evidence.pictures import main
 from tests.tools.answers import answer
 
@@ -119,7 +119,7 @@ def test_the_pictures_show_what_is_simulated(tmp_path: Path) -> None:
 def test_a_picture_is_a_file_and_needs_a_package(tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("vl_convert")
     bits = (Bit("compute", 1.0, 3.0, "work"), Bit("compute", 0.0, 1.0, "waiting", "1.0"))
-    picture = gantt("Layer", "ms", [Row("plain: 3 ms", ("compute",), bits)])
+    picture = gantt("Layer", "ms", [Row("plain: 3 ms", ("compute",), bits)], Size(24, 66, 760))
     for name in ("a.png", "a.svg"):
         draw([picture], "A <title>", tmp_path / name)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
