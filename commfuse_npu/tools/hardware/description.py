@@ -49,6 +49,12 @@ _HIDDEN = _FigureRule("share", most=1, inclusive=True, links=True)
 _COST = _FigureRule("share", most=1, inclusive=True, more_is_better=False, links=True)
 _SECONDS = _FigureRule("seconds", most=1, inclusive=True, more_is_better=False, links=True)
 
+_LEVEL = {
+    "rate": _RATE._replace(links=True),
+    "efficiency": _SHARE._replace(links=True),
+    "latency": _SECONDS,
+    "beside_work": _COST._replace(unit="times", least=1, most=10),
+}
 _RULES: dict[str, dict[str, _FigureRule]] = {
     "npu": {
         "cube_flops": _FigureRule("FLOP/s"),
@@ -76,12 +82,8 @@ _RULES: dict[str, dict[str, _FigureRule]] = {
         "coc_fused_efficiency": _SHARE._replace(links=True),
         "ordered_sums": _COST,
     },
-}
-_LEVEL_RULES = {
-    "rate": _RATE._replace(links=True),
-    "efficiency": _SHARE._replace(links=True),
-    "latency": _SECONDS,
-    "beside_work": _COST._replace(unit="times", least=1, most=10),
+    "inside": _LEVEL,
+    "between": _LEVEL,
 }
 _TOPOLOGIES: dict[str, tuple[LinkTopology, ...]] = {
     "inside": ("full_mesh", "switched"),
@@ -141,18 +143,22 @@ class Hardware:
         problems = list(_problems(content))
         if problems:
             raise ConfigError("\n".join(f"{path}: {line}" for line in problems))
-        levels = [level for level in _TOPOLOGIES if level in content]
         figures = {
             f"{section}.{name}": Figure(
                 float(row["low"]), float(row["typical"]), float(row["high"]), row["source"].strip()
             )
-            for section in (*_RULES, *levels)
-            for name in _rules_of(section)
+            for section, rules in _RULES.items()
+            for name in rules
+            if section in content
             for row in [content[section][name]]
         }
         whole = {name: content[name] for name in _WHOLE}
-        topologies = {level: content[level]["topology"] for level in levels}
-        return cls(path, content["name"], **whole, topologies=topologies, figures=figures)
+        topologies = {
+            level: content[level]["topology"] for level in _TOPOLOGIES if level in content
+        }
+        return cls(
+            path, content["name"], **whole, topologies=topologies, figures=figures
+        )
 
     def posting(self, seconds: float) -> Hardware:
         """A copy whose host takes ``seconds`` to post a batch and to wait for it."""
@@ -183,24 +189,21 @@ class Hardware:
         def value(name: str) -> float:
             figure = self.figures[name]
             section, part = name.split(".")
-            rule = _rules_of(section)[part]
+            rule = _RULES[section][part]
             choice = links if rule.links else compute
             if choice == "typical":
                 return figure.typical
             return figure.high if (choice == "favorable") == rule.more_is_better else figure.low
 
-        def level(section: str) -> Level | None:
-            if section not in self.topologies:
-                return None
-            return Level(
-                topology=self.topologies[section],
+        levels = {
+            section: Level(
+                topology,
                 rate=value(f"{section}.rate") * value(f"{section}.efficiency"),
                 latency=value(f"{section}.latency"),
                 beside_work=value(f"{section}.beside_work"),
             )
-
-        inside = level("inside")
-        assert inside is not None
+            for section, topology in self.topologies.items()
+        }
         values: dict[str, Any] = {
             name: value(f"{section}.{name}")
             for section, rules in _RULES.items()
@@ -214,8 +217,8 @@ class Hardware:
         return Machine(
             **values,
             npus_per_node=self.npus_per_node,
-            inside=inside,
-            between=level("between"),
+            inside=levels["inside"],
+            between=levels.get("between"),
         )
 
     @property
@@ -242,12 +245,8 @@ class Hardware:
         return self.figures[name].typical
 
 
-def _rules_of(section: str) -> Mapping[str, _FigureRule]:
-    return _RULES.get(section, _LEVEL_RULES)
-
-
 def _problems(content: Mapping[str, Any]) -> Iterator[str]:
-    names = ("name", *_WHOLE, *_RULES, *_TOPOLOGIES)
+    names = ("name", *_WHOLE, *_RULES)
     yield from _unknown(content, names, "")
     if not isinstance(content.get("name"), str) or not content["name"]:
         yield f"name: {content.get('name')!r} is not a name"
@@ -259,11 +258,10 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
             f"npus_per_host: {content['npus_per_host']} does not divide npus_per_node "
             f"{content['npus_per_node']}"
         )
-    for section in (*_RULES, *_TOPOLOGIES):
+    for section, rules in _RULES.items():
         if section == "between" not in content and content.get("nodes") == 1:
             continue
         part = content.get(section)
-        rules = _rules_of(section)
         if not isinstance(part, dict):
             yield f"{section}: {part!r} is not a mapping of figures"
             continue
