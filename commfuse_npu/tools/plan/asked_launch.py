@@ -53,10 +53,32 @@ class AskedLaunch:
         return self.command.options
 
     @property
+    def expert_parallel(self) -> int:
+        """Size of the groups among which experts are divided."""
+        return self.options.number("--expert-model-parallel-size", 1)
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks per pipeline stage; 1 without a virtual pipeline."""
+        names = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
+        stages = self.config.pipeline_model_parallel_size
+        for name in names:
+            if size := self.options.number(name, 0):
+                layers = self.options.number("--num-layers", 0)
+                per_stage, remainder = divmod(layers, stages * size)
+                if remainder:
+                    raise UsageError(
+                        f"{name} {size}: {layers} layers are not divisible by it times {stages} "
+                        "stages; choose another"
+                    )
+                return size if name == names[0] else per_stage
+        return 1
+
+    @property
     def schedule(self) -> Schedule:
         """The schedule of the tensor-parallel group; a PlanError if the options form none."""
         config = self.config
-        size = self.config.tensor_model_parallel_size
+        size = config.tensor_model_parallel_size
         usual = default_chunks(size, config.block_rows, config.hidden_size)
         chunks = 1 if self.fuse.commfuse_tuning == "on" else usual
         return schedule_for(self.fuse, size, config.npus_per_node, chunks=chunks, linear=True)
@@ -108,7 +130,11 @@ def ask_about(
         # The last value counts, so given options come after assumed ones.
         model = ModelConfig.from_options(["--vocab-size", str(size), *words])
         name = f"a model of {model.num_layers} layers of {model.hidden_size}"
-    return AskedLaunch(name, replace(launch, options=Options(words)), model, _fuse_options(words))
+    if why := unknown_option(words):
+        # The launch refuses it, too.
+        raise UsageError(f"the launch is refused: {why}")
+    fuse = argparse.Namespace(**DEFAULTS | known_options(words, add_arguments)[0])
+    return AskedLaunch(name, replace(launch, options=Options(words)), model, fuse)
 
 
 def _vocabulary(options: Options, words: Sequence[str]) -> tuple[int, str]:
@@ -126,34 +152,6 @@ def _vocabulary(options: Options, words: Sequence[str]) -> tuple[int, str]:
         "--padded-vocab-size N to a copy of the launch"
     )
     return _ASSUMED_VOCABULARY, note
-
-
-def _fuse_options(words: Sequence[str]) -> argparse.Namespace:
-    """The CommFuse options of a command line; the launch refuses unknown ones, too."""
-    if why := unknown_option(words):
-        raise UsageError(f"the launch is refused: {why}")
-    return argparse.Namespace(**DEFAULTS | known_options(words, add_arguments)[0])
-
-
-def size_of(options: Options, kind: str) -> int:
-    """The size of a parallel dimension: ``tensor-model``, ``expert-model`` ...; 1 if not given."""
-    return options.number(f"--{kind}-parallel-size", 1)
-
-
-def model_chunks(options: Options, stages: int) -> int:
-    """Model chunks per pipeline stage; 1 without a virtual pipeline."""
-    names = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
-    for name in names:
-        if size := options.number(name, 0):
-            layers = options.number("--num-layers", 0)
-            per_stage, remainder = divmod(layers, stages * size)
-            if remainder:
-                raise UsageError(
-                    f"{name} {size}: {layers} layers are not divisible by it times {stages} "
-                    "stages; choose another"
-                )
-            return size if name == names[0] else per_stage
-    return 1
 
 
 # ------------------------------------------------------------------ what the simulator gets
@@ -239,7 +237,6 @@ def training_of(launch: AskedLaunch) -> Training:
     if granularity not in (None, "full", "selective"):
         raise UsageError(f"--recompute-granularity is {granularity!r}; give full or selective")
     recomputes = granularity == "full"
-    vpp = model_chunks(options, model.pipeline_model_parallel_size)
     shape = layer_shape(
         model,
         head=0 if latent else options.number("--kv-channels", 0),
@@ -255,8 +252,8 @@ def training_of(launch: AskedLaunch) -> Training:
         shape,
         kinds,
         recomputes,
-        vpp=vpp,
-        recomputed=_recomputed(options, vpp) if recomputes else None,
+        vpp=launch.chunks,
+        recomputed=_recomputed(launch) if recomputes else None,
         distributed="--use-distributed-optimizer" in options,
         overlaps=("--overlap-grad-reduce" in options, "--overlap-param-gather" in options),
         reuses="--reuse-fp32-param" in options,
@@ -268,7 +265,7 @@ def training_of(launch: AskedLaunch) -> Training:
 
 def form_of(options: Options) -> Variant:
     """The form in which a launch runs with its present options."""
-    return next(form for form in reversed(FORMS) if in_use(options, form.flags or ""))
+    return next(form for form in reversed(FORMS) if in_use(options, form.flags))
 
 
 def in_use(options: Options, flags: str) -> bool:
@@ -278,12 +275,13 @@ def in_use(options: Options, flags: str) -> bool:
     return all(same) and set(wanted.names) <= set(options.names)
 
 
-def _recomputed(options: Options, vpp: int) -> int | None:
+def _recomputed(launch: AskedLaunch) -> int | None:
     """Number of layers per stage whose forward is run again; ``None``: all."""
+    options = launch.options
     layers = options.number("--recompute-num-layers", 1)
     if options.text("--recompute-method") != "block":
         return None
-    return layers if "--enable-recompute-layers-per-pp-rank" in options else layers * vpp
+    return layers if "--enable-recompute-layers-per-pp-rank" in options else layers * launch.chunks
 
 
 def _kinds(options: Options, layers: int) -> tuple[Kind, ...]:
@@ -321,7 +319,7 @@ def _experts(launch: AskedLaunch) -> Experts | None:
         each=each,
         width=width,
         shared=options.number("--moe-shared-expert-intermediate-size", shared),
-        parallel=size_of(options, "expert-model"),
+        parallel=launch.expert_parallel,
         tensor=options.number("--expert-tensor-parallel-size", model.tensor_model_parallel_size),
         gathers=options.text("--moe-token-dispatcher-type") in (None, "allgather"),
         grouped="--moe-grouped-gemm" in options,

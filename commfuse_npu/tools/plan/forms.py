@@ -15,7 +15,6 @@ from commfuse_npu.tools.plan.asked_launch import (
     NotSimulated,
     form_of,
     in_use,
-    model_chunks,
 )
 from commfuse_npu.tools.plan.obstacles import Obstacles
 from commfuse_npu.tools.simulate.step import TrainingStep
@@ -129,7 +128,7 @@ def simulate_forms(
     forms = simulated_forms(figures, training, launch.schedule, against.least)
     if against.own_schedule:
         forms = tuple(replace(form, beside="nowhere") if form.alone else form for form in forms)
-    launched = [form for form in forms if form.flags is not None and not form.tuned]
+    launched = [form for form in forms if form.launched and not form.tuned]
     rows = [timed(training, form, hardware) for form in launched]
     in_slices = [row for row in rows if row.form in COC]
     slower = sorted(in_slices, key=lambda row: row.typical)[1:]
@@ -174,32 +173,32 @@ def _forms(
     plain = needs_memory(launch)
     overlap = OVERLAP.name
     more = OVERLAP_MEMORY.name
-    known = {MEGATRON.name: ("", ""), overlap: (str(OVERLAP.flags), against.overlap)}
+    known = {MEGATRON.name: ("", ""), overlap: (OVERLAP.flags, against.overlap)}
     if plain:
-        known[more] = (str(OVERLAP_MEMORY.flags), against.overlap or against.own_schedule)
+        known[more] = (OVERLAP_MEMORY.flags, against.overlap or against.own_schedule)
     known[FUSED] = ("--use-commfuse", against.fused)
     if BOTH in rows and not (against.fused or against.overlap):
-        known[BOTH] = (f"--use-commfuse {OVERLAP.flags}", "")
+        known[BOTH] = (rows[BOTH].form.flags, "")
     for form in FORMS:
         if form.name in {*rows} - {more}:
-            known.setdefault(form.name, (str(form.flags), ""))
+            known.setdefault(form.name, (form.flags, ""))
     present = form_of(options)
     running = overlap if present is OVERLAP_MEMORY and not plain else present.name
     if "--use-commfuse" in options:
         fused = {MEGATRON.name: FUSED, overlap: BOTH}.get(running, running)
         running = fused if fused in known else running
     if launch.config.tensor_model_parallel_size > 1:
-        known.setdefault(running, (str(present.flags), ""))
+        known.setdefault(running, (present.flags, ""))
     elif running not in known:
         running = MEGATRON.name  # CoC and MC2 change nothing in a group of one
     for title, (flags, obstacle) in known.items():
         row = rows.get(title)
-        used = title == running
         # Passes with a partner have Megatron's layers, and the others may have fused ones.
         kept = {*flags.split(), *(["--use-commfuse"] if title in (overlap, more) else [])}
         without = " ".join(sorted(_EXCLUSIVE.intersection(options.names) - kept))
         why = _no_gain(launch, row, rows.get(MEGATRON.name), against, hardware)
         remark = why or _goes_with(flags, launch, against)
+        used = title == running
         adds = _lacking(options, flags)
         yield Form(title, flags, adds, "" if used else without, row, obstacle, remark, used)
 
@@ -270,7 +269,7 @@ def needs_memory(launch: AskedLaunch) -> bool:
     not interleaved, unless all layers are recomputed."""
     options = launch.options
     stages = launch.config.pipeline_model_parallel_size
-    if stages == 1 or model_chunks(options, stages) > 1:
+    if stages == 1 or launch.chunks > 1:
         return False
     granularity, method = (
         options.text(f"--recompute-{name}") for name in ("granularity", "method")

@@ -14,7 +14,6 @@ from commfuse_npu.tools.model_config import problems
 from commfuse_npu.tools.plan.asked_launch import (
     AskedLaunch,
     roughly,
-    size_of,
     training_of,
 )
 from commfuse_npu.tools.plan.forms import Form, forms_of, simulate_forms
@@ -223,7 +222,7 @@ def _layout(launch: AskedLaunch) -> str:
         "TP": config.tensor_model_parallel_size,
         "PP": config.pipeline_model_parallel_size,
         "CP": config.context_parallel_size,
-        "EP": size_of(launch.options, "expert-model"),
+        "EP": launch.expert_parallel,
         "DP": config.data_parallel_size,
     }
     parts = [f"{name} {size}" for name, size in sizes.items()]

@@ -26,8 +26,7 @@ from commfuse_npu.launch.refusals import (
 from commfuse_npu.plan import min_rows_to_fuse
 from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.tools.launch_script.option_words import Options
-from commfuse_npu.tools.model_config import ModelConfig
-from commfuse_npu.tools.plan.asked_launch import AskedLaunch, model_chunks, size_of
+from commfuse_npu.tools.plan.asked_launch import AskedLaunch
 
 
 class Obstacles(NamedTuple):
@@ -144,19 +143,20 @@ def _overlap(launch: AskedLaunch) -> tuple[str, str, float | None]:
     options = launch.options
     config = launch.config
     sizes = config.tensor_model_parallel_size, config.context_parallel_size
-    if max(*sizes, size_of(options, "expert-model")) == 1:
+    if max(*sizes, launch.expert_parallel) == 1:
         return "no tensor, expert or context parallelism, so nothing to hide", "", None
     refused = _refused("--commfuse-overlap", options)
     schedules = [reason.partition(";")[0] for reason in _refused(BESIDE, options)]
-    return "; ".join(refused), "; ".join(schedules), _paired(options, config)
+    return "; ".join(refused), "; ".join(schedules), _paired(launch)
 
 
-def _paired(options: Options, config: ModelConfig) -> float | None:
+def _paired(launch: AskedLaunch) -> float | None:
+    config = launch.config
     stages = config.pipeline_model_parallel_size
     # Without a replica the layout does not fit, which is reported by itself.
     replicas = max(1, config.data_parallel_size)
     batches = config.global_batch_size // (config.micro_batch_size * replicas)
-    chunks = model_chunks(options, stages)
+    chunks = launch.chunks
     if chunks > 1 and batches % stages:
         return None
     pairs = [paired_microbatches(slots(stages, s, chunks, batches)) for s in range(stages)]
@@ -230,7 +230,7 @@ def _judge(launch: AskedLaunch, least: int) -> Iterator[Judged]:
             known_as,
             column=known_as not in _ROW_PARALLEL,
             split=launch.config.uses_sequence_parallel,
-            size=size_of(options, "tensor-model"),
+            size=launch.config.tensor_model_parallel_size,
             layers=launch.fuse.commfuse_layers,
             given=lambda attribute: option_name(attribute) in options,
             rows=launch.config.block_rows,

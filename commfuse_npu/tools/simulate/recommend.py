@@ -86,7 +86,7 @@ def recommend(
         try:
             for choice in choices:
                 setup = training(model, layout, recomputes=choice)
-                launched = [form for form in forms(machine, setup) if form.flags is not None]
+                launched = [form for form in forms(machine, setup) if form.launched]
                 fitting = [f for f in launched if footprint(setup, f, hardware).total <= most]
                 found += [timed(setup, form, hardware, 1) for form in fitting]
                 if fitting == launched:
@@ -190,7 +190,7 @@ def planned(
     kept = Options(model.pretrain_options)
     kept.drop(*(name for name in kept.names if name.startswith(_DECIDED)))
     per_node = min(npus, hardware.npus_per_host)
-    flags = (form.flags or "").split()
+    flags = form.flags.split()
     plan = replace(
         training.model,
         npus_per_node=per_node,

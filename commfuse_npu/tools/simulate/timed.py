@@ -124,7 +124,7 @@ class Timed:
             "micro_batches": self.training.micro_batches,
             "recompute": "full" if self.training.recomputes else "none",
             "form": self.form.name,
-            "flags": None if self.form.flags is None else self.form.flags.split(),
+            "flags": self.form.flags.split() if self.form.launched else None,
             "step": Range.of(self.seconds)._asdict(),
             "memory_bytes": self.memory.total,
             "fits": self.fits,
@@ -149,7 +149,7 @@ def best(rows: Sequence[Timed]) -> Timed:
     It has to save a hundredth beside each with a part of its flags in the same layout.
     """
     launched = sorted(
-        (row for row in rows if row.form.flags is not None),
+        (row for row in rows if row.form.launched),
         key=lambda row: (not row.fits, row.typical),
     )
 
@@ -158,7 +158,7 @@ def best(rows: Sequence[Timed]) -> Timed:
             other
             for other in launched
             if other.fits == row.fits and other.training.layout == row.training.layout
-            if other.form.flags and has_more(str(row.form.flags), other.form.flags)
+            if other.form.flags and has_more(row.form.flags, other.form.flags)
         )
         return all(saves(row.typical, other.typical) for other in fewer)
 
@@ -181,7 +181,7 @@ def table(rows: Sequence[Timed]) -> str:
     Time is saved against Megatron's order, else against the shortest step without CommFuse.
     """
     order = sorted(rows, key=lambda row: (not row.fits, row.typical))
-    launched = [row for row in order if row.form.flags is not None]
+    launched = [row for row in order if row.form.launched]
     others = [row for row in launched if not row.form.ours] or launched
     reference = next((row for row in others if row.form is MEGATRON), others[0])
     cells = [row.row(best(rows), reference) for row in order]

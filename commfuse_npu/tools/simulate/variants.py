@@ -79,7 +79,8 @@ class Variant:
             pipelines, or everywhere.
         alone: for ``passes``, the form of a launch that switches them off, and of a forward with
             nothing beside it, where that is faster.
-        flags: the options that launch it, empty for Megatron's order; ``None`` if nothing does.
+        flags: the options that launch it; none for Megatron's order.
+        launched: whether a launch can have it.
     """
 
     name: str
@@ -91,11 +92,12 @@ class Variant:
     leaves_out: bool = False
     beside: Literal["nowhere", "interleaved", "everywhere"] = "interleaved"
     alone: Variant | None = None
-    flags: str | None = None
+    flags: str = ""
+    launched: bool = True
 
     @property
     def ours(self) -> bool:
-        return "commfuse" in (self.flags or "")
+        return "commfuse" in self.flags
 
     def pairs(self, layout: Layout) -> bool:
         """Whether forwards run beside the gradients of other micro-batches."""
@@ -104,9 +106,9 @@ class Variant:
         return self.beside == "everywhere" or layout.pp == 1 or layout.vpp > 1
 
 
-COMPUTE_ONLY = Variant("no communication", "compute")
-REFERENCE = Variant("blocking collectives", "plain")
-MEGATRON = Variant("Megatron's order", "megatron", flags="")
+COMPUTE_ONLY = Variant("no communication", "compute", launched=False)
+REFERENCE = Variant("blocking collectives", "plain", launched=False)
+MEGATRON = Variant("Megatron's order", "megatron")
 COC = tuple(
     Variant(f"CoC in {k} slices", "sliced", k, flags=f"--use-ascend-coc --coc-parallel-num {k}")
     for k in (2, 4, 8)
@@ -116,7 +118,7 @@ MC2 = Variant("MC2", "mc2", flags="--use-ascend-mc2")
 OVERLAP = Variant(
     "overlap",
     "passes",
-    alone=replace(MEGATRON, leaves_out=True, flags=None),
+    alone=replace(MEGATRON, leaves_out=True, launched=False),
     flags="--commfuse-overlap",
 )
 OVERLAP_MEMORY = replace(

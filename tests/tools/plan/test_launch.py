@@ -289,7 +289,7 @@ def test_deterministic_reductions_take_longer() -> None:
 
     def seconds(words: str, **variables: str) -> float:
         launch = ask_about(None, words.split(), variables)
-        return plan_launch(launch, SERVER).forms[0].seconds or 0.0
+        return plan_launch(launch, SERVER).forms[0].seconds
 
     exact = {seconds(line, HCCL_DETERMINISTIC="TRUE"), seconds(f"HCCL_DETERMINISTIC=strict {line}"),
              seconds(f"{line} --npu-deterministic")}  # fmt: skip

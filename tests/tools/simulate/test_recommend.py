@@ -58,7 +58,7 @@ def test_forms_are_those_of_a_launch() -> None:
              "CoC in 8 slices", "CoC's kernel", "MC2", "fused layers", "fused layers, tuned",
              "overlap", "no communication"]  # fmt: skip
     assert list(SIMULATED) == names
-    assert [name for name, form in SIMULATED.items() if form.flags is None] == [names[0], names[-1]]
+    assert [name for name, form in SIMULATED.items() if not form.launched] == [names[0], names[-1]]
     sizes = {1: {"CoC in 2 slices", "CoC's kernel", "MC2", "fused layers"}, 4: {"CoC's kernel"}}
     for tp, missing in sizes.items():
         job = training(LLAMA3_8B, Layout(tp, 1, 1, 1), 8192)
@@ -130,11 +130,11 @@ def test_layouts_are_ranked_by_the_time_of_a_step(tmp_path: Path) -> None:
         # The reported time is the simulated one, on every machine.
         assert row.typical == TrainingStep(SERVER.machine(), row.training).time(row.form)
         assert len(row.seconds) == 5
-        assert row.form.flags is not None
+        assert row.form.launched
     # No other form that fits is shorter.
     for row in {row.training.layout: row for row in reversed(rows)}.values():
         step = TrainingStep(SERVER.machine(), row.training)
-        launched = [form for form in forms(step.machine, row.training) if form.flags is not None]
+        launched = [form for form in forms(step.machine, row.training) if form.launched]
         memory = {form: footprint(row.training, form, SERVER).total for form in launched}
         assert row.typical == min(step.time(f) for f in launched if memory[f] <= limit(SERVER))
     assert any(not row.form.ours for row in rows), "the best without CommFuse is among them"
@@ -245,7 +245,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 # ------------------------------------------------------------------- the flags that are printed
 
 ALONE = training(LLAMA3_8B, Layout(8, 1, 1, 1))
-FORMS = [form for form in forms(SERVER.machine(), ALONE) if form.flags is not None]
+FORMS = [form for form in forms(SERVER.machine(), ALONE) if form.launched]
 
 
 @pytest.mark.parametrize(
