@@ -317,8 +317,7 @@ def _divisions(config: ModelConfig) -> Iterator[tuple[str, int, str, int, str]]:
         sizes = f"{heads} attention heads, {groups} query groups and feed-forward width {ffn}"
         yield f"{sizes}: their common divisor", math.gcd(heads, groups, ffn), "TP", tp, "TP"
     if config.num_layer_list is None:
-        layers = "without NUM_LAYER_LIST the number of layers"
-        yield layers, config.num_layers, "PP", pp, "PP"
+        yield "without NUM_LAYER_LIST the number of layers", config.num_layers, "PP", pp, "PP"
     product = f"TP*PP*CP = {tp}*{pp}*{cp} ="
     change = "another layout, or NNODES * NPUS_PER_NODE"
     yield "number of NPUs", config.world_size, product, config.model_parallel_size, change

@@ -41,8 +41,7 @@ def table_head(cells: Sequence[str], numbers: bool = True) -> str:
 def rendered() -> Iterator[None]:
     """Context manager that renders output to a terminal."""
     with ExitStack() as ended:
-        redirects = (sys.stderr, redirect_stderr), (sys.stdout, redirect_stdout)
-        for terminal, redirect in redirects:
+        for terminal, redirect in ((sys.stderr, redirect_stderr), (sys.stdout, redirect_stdout)):
             if terminal and terminal.isatty():
                 stream = _Rendered(terminal)
                 ended.callback(stream.end)

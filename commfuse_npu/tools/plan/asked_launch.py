@@ -120,8 +120,7 @@ def ask_about(
     if config is not None:
         model = ModelConfig.load(config, words)
         # Of the options that the launcher adds, this one matters here.
-        launchers = "--use-distributed-optimizer"
-        words = [*model.arguments(), launchers, *model.commfuse_options, *words]
+        words = [*model.arguments(), "--use-distributed-optimizer", *model.commfuse_options, *words]
         name = config.stem
         launch = replace(launch, registers=True)
     else:
@@ -239,7 +238,7 @@ def training_of(launch: AskedLaunch) -> Training:
     recomputes = granularity == "full"
     shape = layer_shape(
         model,
-        head=0 if latent else options.number("--kv-channels", 0),
+        head=options.number("--kv-channels", 0),
         latent=latent,
         experts=experts,
         gated="--swiglu" in options,

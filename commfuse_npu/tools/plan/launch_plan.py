@@ -218,29 +218,12 @@ class LaunchPlan:
 def _layout(launch: AskedLaunch) -> str:
     """The parallel sizes of a launch."""
     config = launch.config
-    sizes = {
-        "TP": config.tensor_model_parallel_size,
-        "PP": config.pipeline_model_parallel_size,
-        "CP": config.context_parallel_size,
-        "EP": launch.expert_parallel,
-        "DP": config.data_parallel_size,
-    }
-    parts = [f"{name} {size}" for name, size in sizes.items()]
-    return ", ".join([*parts, *["sequence parallel"] * config.uses_sequence_parallel])
-
-
-def _problems(launch: AskedLaunch) -> list[str]:
-    """Why the launch would fail at its start: mismatches of model, layout and batch."""
-    # With --kv-channels the hidden size need not be divisible by the heads.
-    may = "hidden size" if "--kv-channels" in launch.options else "nothing"
-    return [line for line in problems(launch.config) if not line.startswith(may)]
-
-
-def _without_peers(launch: AskedLaunch) -> AskedLaunch:
-    """The launch without the overlaps that CommFuse would take the place of."""
-    options = launch.options.copy()
-    options.drop(*PEERS)
-    return replace(launch, command=replace(launch.command, options=options))
+    return (
+        f"TP {config.tensor_model_parallel_size}, PP {config.pipeline_model_parallel_size}, "
+        f"CP {config.context_parallel_size}, EP {launch.expert_parallel}, "
+        f"DP {config.data_parallel_size}"
+        f"{', sequence parallel' if config.uses_sequence_parallel else ''}"
+    )
 
 
 def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
@@ -249,8 +232,13 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
     Raises:
         PlanError: the options form no valid schedule.
     """
-    against = obstacles(_without_peers(launch))
-    wrong = _problems(launch)
+    # CommFuse would take the place of these overlaps.
+    options = launch.options.copy()
+    options.drop(*PEERS)
+    against = obstacles(replace(launch, command=replace(launch.command, options=options)))
+    # With --kv-channels the hidden size need not be divisible by the heads.
+    may = "hidden size" if "--kv-channels" in options else "nothing"
+    wrong = [line for line in problems(launch.config) if not line.startswith(may)]
     ordered = launch.command.environment.get("HCCL_DETERMINISTIC", "").lower()
     if ordered in ("true", "strict") or "--npu-deterministic" in launch.options:
         hardware = replace(hardware, deterministic=True)
@@ -274,24 +262,24 @@ def plan_launch(launch: AskedLaunch, hardware: Hardware) -> LaunchPlan:
         "" if wrong else str(launch.schedule),
         () if wrong else tuple(against.layers),
     )
-    split = _with_sequence_parallelism(launch, hardware, plan) if rows else ""
-    return replace(plan, notes=(*plan.notes, *filter(None, [split])))
+    if not rows or launch.config.tensor_model_parallel_size == 1 or launch.config.sequence_parallel:
+        return plan
+    return replace(plan, notes=(*plan.notes, *_with_sequence_parallelism(launch, hardware, plan)))
 
 
-def _with_sequence_parallelism(launch: AskedLaunch, hardware: Hardware, plan: LaunchPlan) -> str:
+def _with_sequence_parallelism(
+    launch: AskedLaunch, hardware: Hardware, plan: LaunchPlan
+) -> Iterator[str]:
     """What ``--sequence-parallel`` would bring to a launch with tensor parallelism alone."""
-    if launch.config.tensor_model_parallel_size == 1 or launch.config.sequence_parallel:
-        return ""
     option = "--sequence-parallel"
     command = replace(launch.command, options=launch.options.copy())
     command.options.set(option)
     config = replace(launch.config, sequence_parallel=True)
     other = plan_launch(replace(launch, command=command, config=config), hardware)
     form = other.best
-    if form.timed is None or other.problems:
-        return ""
-    return (
-        f"with {option} added and {form.name} a step takes {1e3 * form.seconds:,.0f} ms and "
-        f"{form.gibibytes:.1f} GiB; the best form without it {1e3 * plan.best.seconds:,.0f} "
-        f"ms and {plan.best.gibibytes:.1f} GiB"
-    )
+    if form.timed:
+        yield (
+            f"with {option} added and {form.name} a step takes {1e3 * form.seconds:,.0f} ms and "
+            f"{form.gibibytes:.1f} GiB; the best form without it {1e3 * plan.best.seconds:,.0f} "
+            f"ms and {plan.best.gibibytes:.1f} GiB"
+        )

@@ -143,8 +143,7 @@ def _spans(folder: Path) -> dict[str, dict[str, list[Span]]]:
                 kind = _of_suffix(row["Name"], numbers)
             at = round(Decimal(row["Start Time(us)"].strip()) * 1000)
             until = at + round(Decimal(row["Duration(us)"].strip()) * 1000)
-            spans = steps.setdefault(row.get("Step Id", ""), defaultdict(list))
-            spans[kind].append((at, until))
+            steps.setdefault(row.get("Step Id", ""), defaultdict(list))[kind].append((at, until))
     return steps
 
 

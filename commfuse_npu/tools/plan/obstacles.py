@@ -145,9 +145,9 @@ def _overlap(launch: AskedLaunch) -> tuple[str, str, float | None]:
     sizes = config.tensor_model_parallel_size, config.context_parallel_size
     if max(*sizes, launch.expert_parallel) == 1:
         return "no tensor, expert or context parallelism, so nothing to hide", "", None
-    refused = _refused("--commfuse-overlap", options)
-    schedules = [reason.partition(";")[0] for reason in _refused(BESIDE, options)]
-    return "; ".join(refused), "; ".join(schedules), _paired(launch)
+    refused = "; ".join(_refused("--commfuse-overlap", options))
+    schedules = "; ".join(reason.partition(";")[0] for reason in _refused(BESIDE, options))
+    return refused, schedules, _paired(launch)
 
 
 def _paired(launch: AskedLaunch) -> float | None:

@@ -59,39 +59,34 @@ def _parser() -> argparse.ArgumentParser:
         "calls: that changes no file, process or socket. Exit codes: 0 answered, 1 no layout "
         "fits or the launch would fail at its start, 2 invalid request.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "what",
         nargs="?",
         help="a launch script (its arguments after --), a folder of scripts or of profiles, or a "
         "configuration's yaml file",
     )
-    parser.add_argument(
+    add(
         "--nproc-per-node",
         type=whole(),
         metavar="N",
         help="for a launch script that gets it from a command, such as npu-smi",
     )
-    choose = parser.add_argument_group("recommending")
-    choose.add_argument("--model", help="a yaml file, or its name in configs/: llama3_70b")
-    choose.add_argument(
+    add = parser.add_argument_group("recommending").add_argument
+    add("--model", help="a yaml file, or its name in configs/: llama3_70b")
+    add(
         "--hardware",
         help=f"a yaml file, or its name in configs/hardware/; default {_HARDWARE}; for a launch "
         f"that of the NPUs here, else {_A3} if it starts 16 processes per node or its path says A3",
     )
-    choose.add_argument("--npus", type=whole(), help="all of them are used; the model's by default")
-    choose.add_argument(
-        "--sequence-length", type=whole(), metavar="S", help="the model's by default"
-    )
-    choose.add_argument("--micro-batch", type=whole(), help="sequences; the model's by default")
+    add("--npus", type=whole(), help="all of them are used; the model's by default")
+    add("--sequence-length", type=whole(), metavar="S", help="the model's by default")
+    add("--micro-batch", type=whole(), help="sequences; the model's by default")
     for name, meaning in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
-        choose.add_argument(
-            f"--{name}", type=whole(), help=f"{meaning}-parallel size; chosen by default"
-        )
-    choose.add_argument(
-        "--recompute", choices=("none", "full"), help="by default only where memory is short"
-    )
-    choose.add_argument("--json", type=new_file, metavar="FILE")
-    choose.add_argument(
+        add(f"--{name}", type=whole(), help=f"{meaning}-parallel size; chosen by default")
+    add("--recompute", choices=("none", "full"), help="by default only where memory is short")
+    add("--json", type=new_file, metavar="FILE")
+    add(
         "--write",
         type=new_file,
         metavar="FILE",
@@ -107,23 +102,23 @@ def main(words: Sequence[str]) -> int:
     end = list(words).index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:end])
     launch = list(words[end + 1 :])
-    if bool(options.what is not None or launch) + (options.model is not None) != 1:
+    if bool(options.what or launch) == bool(options.model):
         parser.error("give a launch script, a folder of scripts or profiles, or --model NAME")
     folder = Path(options.what or "")
-    a_folder = options.what is not None and folder.is_dir()
+    a_folder = bool(options.what) and folder.is_dir()
     if a_folder and launch:
         parser.error(f"-- {launch[0]}: no effect on {options.what}; leave it out")
     chosen = {name for name, value in vars(options).items() if value is not None}
     scripts = launch_scripts(folder) if a_folder else []
     a_profile = a_folder and not scripts
     takes = {"what", "json"} if a_profile else {"what", "json", "hardware", "nproc_per_node"}
-    if options.model is None and (idle := sorted(chosen - takes)):
+    if not options.model and (idle := sorted(chosen - takes)):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
         parser.error(f"{names}: no effect without --model; leave it out")
-    if options.model is not None and options.nproc_per_node is not None:
+    if options.model and options.nproc_per_node:
         parser.error("--nproc-per-node: no effect with --model; use --npus")
     try:
-        if options.model is not None:
+        if options.model:
             return _recommend(options)
         if a_profile:
             return plan_profile(find_profiles(folder), options.json)

@@ -131,10 +131,9 @@ def attend(rank: Rank, shape: LayerShape, way: int) -> None:
         # Backward, gradients of keys and values go around, too.
         passed = 1 + way
         waits = tuple[int, ...]()
-        numbers = passed * shape.rows * 2 * shape.key_value / shape.ranks
+        size = passed * shape.rows * 2 * shape.key_value / shape.ranks * ITEM_BYTES
         # On the slowest links of the ring.
         links = Links(rank.machine, shape.contexts, shape.ranks)
-        size = numbers * ITEM_BYTES
         levels = [links.level(at, (at + 1) % shape.contexts) for at in range(shape.contexts)]
         transfer = max(level.latency + size / level.rate for level in levels)
         for remaining in reversed(range(shape.contexts)):

@@ -161,8 +161,7 @@ def _in_turns(machine: Machine, chunk: tuple[Layers, ...], *passes: Any) -> _Cos
         return 0.0, 0.0
     longest = max(chunk, key=lambda layers: layers.number)
     if longest.number <= _MOST:
-        ranks = longest.shape.ranks
-        return _cost(machine, ranks, OVERLAP, take_turns, chunk, *passes)
+        return _cost(machine, longest.shape.ranks, OVERLAP, take_turns, chunk, *passes)
     at = chunk.index(longest)
     costs = (
         _in_turns(machine, (*chunk[:at], longest._replace(number=n), *chunk[at + 1 :]), *passes)
@@ -177,8 +176,7 @@ def _simulate(
     machine: Machine, ranks: int, variant: Variant, build: Callable[..., None], *more: Any
 ) -> Simulated:
     """Simulate what ``build(rank, *more)`` adds, as one of many in a row."""
-    links = Links(machine, ranks)
-    return simulate(links, variant, lambda rank: build(rank, *more), steady=True)
+    return simulate(Links(machine, ranks), variant, lambda rank: build(rank, *more), steady=True)
 
 
 @lru_cache(1 << 14)

@@ -101,8 +101,7 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
     parameters = sum(training.parameters(stage))
     trained = training.parameters(stage, trained=True)
     order = layout.pp, stage, layout.vpp, training.micro_batches
-    paired = variant.pairs(layout)
-    held = most_in_flight(slots(*order)) if paired else in_flight_without(*order)
+    held = most_in_flight(slots(*order)) if variant.pairs(layout) else in_flight_without(*order)
     layers = training.of_stage(stage)
     kept = {layer: _kept(layer, training.model.num_attention_heads) for layer in layers}
     chunks = range(stage, len(training.places), layout.pp)

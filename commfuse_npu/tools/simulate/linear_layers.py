@@ -26,8 +26,8 @@ def column(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     if not _fused(rank, name):
         _gather_gemm(rank, name, rows, inputs, outputs)
         return
-    program = GatherGemm(rows, inputs, outputs).program(rank.spec(name))
-    rest(rank.run(name, program, {"shard": inputs, "weight": outputs, "out": outputs}))
+    columns = {"shard": inputs, "weight": outputs, "out": outputs}
+    rest(rank.run(name, GatherGemm(rows, inputs, outputs), columns))
 
 
 def row(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
@@ -37,8 +37,8 @@ def row(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> None:
     if not _fused(rank, name):
         _gemm_scatter(rank, name, rows, inputs, outputs)
         return
-    program = GemmScatter(rows, inputs, outputs).program(rank.spec(name))
-    rest(rank.run(name, program, {"a": inputs, "weight": outputs, "out": outputs}))
+    columns = {"a": inputs, "weight": outputs, "out": outputs}
+    rest(rank.run(name, GemmScatter(rows, inputs, outputs), columns))
 
 
 def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int) -> Iterator[None]:
@@ -53,12 +53,9 @@ def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int
         return
     least = rank.variant.collectives_from
     if _fused(rank, name) and (least is None or outputs < least):
-        spec = rank.spec(name)
-        program = ColumnBackward(rows, inputs, outputs, True, True).program(spec)
+        rule = ColumnBackward(rows, inputs, outputs, True, True)
         columns = {"x": inputs, "grad": outputs, "weight": inputs, "grad_x": inputs}
-        # The columns of a weight are not contiguous in memory.
-        strided = len(spec.schedule.runs(inputs)) > 1
-        yield from rank.run(name, program, columns, strided=strided)
+        yield from rank.run(name, rule, columns)
         return
     yield
     waits = rank.gathered(f"{name} re-gather", rows * inputs)
@@ -91,9 +88,8 @@ def row_gradients(
         waits = _gather_gemm(rank, name, rows, outputs, inputs)
         rank.gemm(f"{name} wgrad", outputs, rows * rank.size, inputs, waits)
         return
-    program = GatherGemm(rows, outputs, inputs, inputs).program(rank.spec(name))
     columns = {"shard": outputs, "weight": inputs, "out": inputs, "other": inputs}
-    for _ in rank.run(name, program, columns):
+    for _ in rank.run(name, GatherGemm(rows, outputs, inputs, inputs), columns):
         if before is not None:
             next(before)
 

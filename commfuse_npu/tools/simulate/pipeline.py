@@ -66,14 +66,10 @@ def _order(stages: int, chunks: int, stage: int, micro_batches: int) -> tuple[tu
 
     The parts of a micro-batch are the forwards of all chunks, then their backwards, in order.
     """
-    forwards = []
-    backwards = []
-    for slot in slots(stages, stage, chunks, micro_batches):
-        if slot.forward is not None:
-            forwards.append((slot.forward.chunk * stages + stage, slot.forward.microbatch))
-        if slot.backward is not None:
-            place = slot.backward.chunk * stages + stage
-            backwards.append((2 * stages * chunks - 1 - place, slot.backward.microbatch))
+    plan = slots(stages, stage, chunks, micro_batches)
+    last = 2 * stages * chunks - 1
+    forwards = [(step.chunk * stages + stage, step.microbatch) for step, _ in plan if step]
+    backwards = [(last - step.chunk * stages - stage, step.microbatch) for _, step in plan if step]
     ahead = in_flight_without(stages, stage, chunks, micro_batches) - 1
     turns = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
     return (*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :])

@@ -37,7 +37,8 @@ from commfuse_npu.plan.instructions import (
     WaitEvent,
     uses_side_stream,
 )
-from commfuse_npu.plan.program import Program
+from commfuse_npu.plan.rules import ColumnBackward
+from commfuse_npu.plan.rules.rule import Rule
 from commfuse_npu.plan.schedule import RankSpec, Schedule
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate.lora import Lora
@@ -230,33 +231,21 @@ class Rank:
         usual = dict(self.variant.chosen).get(operation, self.variant.way)
         return self.ways.setdefault(operation, usual)
 
-    def spec(self, operation: str) -> RankSpec:
-        """The schedule and the rank for which a program is compiled."""
-        schedule = self.way(operation)
-        assert isinstance(schedule, Schedule)
-        return RankSpec(schedule, self.rank, self.size)
-
-    def run(
-        self,
-        operation: str,
-        program: Program,
-        columns: Mapping[str, int],
-        *,
-        strided: bool = False,
-    ) -> Iterator[None]:
-        """Run a program; yields at its ``AheadEnd``, and before its weight gradient.
+    def run(self, operation: str, rule: Rule, columns: Mapping[str, int]) -> Iterator[None]:
+        """Run the program of a rule; yields at its ``AheadEnd``, and before its weight gradient.
 
         Args:
             columns: of the buffers that the operation provides, by name.
-            strided: whether the second operand of ``gemm`` must be copied first.
         """
         key = self._key(operation)
+        schedule = self.way(operation)
+        assert isinstance(schedule, Schedule)
+        program = rule.program(RankSpec(schedule, self.rank, self.size))
         widths = {**columns, **{scratch.name: scratch.columns for scratch in program.scratch}}
 
         def width(span: Span) -> int:
-            if span.columns is not None:
-                return span.columns[1] - span.columns[0]
-            return widths[span.buffer]
+            start, stop = span.columns or (0, widths[span.buffer])
+            return stop - start
 
         def size(span: Span) -> float:
             return float(span.rows * width(span) * ITEM_BYTES)
@@ -271,9 +260,11 @@ class Rank:
             a, b = instruction.ins
             if instruction.work == "wgrad":
                 return self.machine.gemm(width(a), a.rows, width(b))  # grad^T @ x
-            copied = 2 * ITEM_BYTES * width(a) * width(b) * strided
-            rows = instruction.outs[0].rows
-            return self.machine.memory(copied) + self.machine.gemm(rows, width(a), width(b))
+            gemm = self.machine.gemm(instruction.outs[0].rows, width(a), width(b))
+            if isinstance(rule, ColumnBackward) and width(b) < widths[b.buffer]:
+                # These columns of the weight are not contiguous in memory, and copied first.
+                gemm += self.machine.memory(2 * ITEM_BYTES * width(a) * width(b))
+            return gemm
 
         exchanged: dict[int, int] = {}
         events: dict[int, set[int]] = {}
@@ -284,8 +275,10 @@ class Rank:
                 name = f"{operation} {transfer.piece}"
                 lane = f"lane {transfer.lane}"
                 away = [(way, end) for way, end in instruction.ends if not end.transfer.stays]
-                sends = tuple(message(end) for way, end in away if way == "send")
-                receives = tuple(message(end) for way, end in away if way == "receive")
+                sends, receives = (
+                    tuple(message(end) for way, end in away if way == side)
+                    for side in ("send", "receive")
+                )
                 host = (0, 1, 0) if isinstance(instruction, Post) else (1, 0, EVENTS)
                 exchange = Operation(name, lane, 0.0, sends, receives, (), *host)
                 exchanged[transfer.step] = self._exchange(exchange)

@@ -110,8 +110,7 @@ def recommend(
             f"{model.global_batch_size}: {why}; take another --npus, a shorter --sequence-length, "
             "another --micro-batch, or leave sizes open"
         )
-    with_and_without = {row.form.ours: row for row in reversed(candidates)}
-    shown = [*best[:_RANKED], *with_and_without.values()]
+    shown = [*best[:_RANKED], *{row.form.ours: row for row in reversed(candidates)}.values()]
     rows = [timed(row.training, row.form, hardware) for row in candidates if row in shown]
     fits = f"{len(best)} layouts fit {most / 2**30:.1f} GiB ({USABLE:.0%} of an NPU)"
     return rows, f"{fits}; not: {counts}" if counts else fits

@@ -39,55 +39,49 @@ def _parser() -> argparse.ArgumentParser:
         "description is.",
         epilog="Exit codes: 0 simulated, 2 invalid options or files.",
     )
-    subject = parser.add_argument_group("what is simulated")
-    subject.add_argument(
-        "--model", default="llama3_8b", help="a yaml file, or its name in configs/: %(default)s"
-    )
-    subject.add_argument(
+    add = parser.add_argument_group("what is simulated").add_argument
+    add("--model", default="llama3_8b", help="a yaml file, or its name in configs/: %(default)s")
+    add(
         "--hardware",
         default="ascend_910b_server",
         help="a yaml file, or its name in configs/hardware/: %(default)s",
     )
     for name, meaning in (("tp", "tensor"), ("cp", "context"), ("dp", "data"), ("pp", "pipeline")):
-        subject.add_argument(
-            f"--{name}", type=whole(), help=f"{meaning}-parallel size; the model's by default"
-        )
+        add(f"--{name}", type=whole(), help=f"{meaning}-parallel size; the model's by default")
     for name, most, meaning in (
         ("sequence-length", _MOST_TOKENS, "tokens; the model's by default"),
         ("micro-batch", _MOST_TOKENS, "sequences; the model's by default"),
         ("micro-batches", _MOST_MICRO_BATCHES, "per step and replica; by default what the model's "
          "global batch gives"),
     ):  # fmt: skip
-        subject.add_argument(f"--{name}", type=whole(1, most), metavar="N", help=meaning)
-    subject.add_argument("--recompute", choices=("none", "full"), default="none")
-    subject.add_argument(
+        add(f"--{name}", type=whole(1, most), metavar="N", help=meaning)
+    add("--recompute", choices=("none", "full"), default="none")
+    add(
         "--ulysses",
         action="store_true",
         help="context parallelism by exchanging heads, whatever the model's file says",
     )
-    subject.add_argument(
+    add(
         "--deterministic",
         action="store_true",
         help="HCCL reduces in a fixed order (MindSpeed's --npu-deterministic), in every variant's "
         "tensor-parallel reduce-scatters; CommFuse always does",
     )
-    how = parser.add_argument_group("how")
+    add = parser.add_argument_group("how").add_argument
     for name, meaning in (
         ("launch", "a launch keeps the host, and a batch as many more,"),
         ("post", "a point-to-point batch keeps the host, posted and waited for,"),
     ):
-        how.add_argument(
+        add(
             f"--{name}-us",
             type=positive,
             metavar="US",
             help=f"microseconds for which {meaning} instead of the description's",
         )
-    how.add_argument(
-        "--typical", action="store_true", help="typical figures only, no ranges; 5 times as fast"
-    )
-    out = parser.add_argument_group("what comes out (besides Markdown tables)")
-    out.add_argument("--json", type=new_file, metavar="FILE")
-    out.add_argument("--svg", type=_svg, metavar="FILE", help="a Gantt chart of one layer")
+    add("--typical", action="store_true", help="typical figures only, no ranges; 5 times as fast")
+    add = parser.add_argument_group("what comes out (besides Markdown tables)").add_argument
+    add("--json", type=new_file, metavar="FILE")
+    add("--svg", type=_svg, metavar="FILE", help="a Gantt chart of one layer")
     return parser
 
 

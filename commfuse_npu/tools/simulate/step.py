@@ -102,15 +102,13 @@ class TrainingStep(Chunks):
         """Seconds of a step in this form."""
         training = self.training
         chunks = self._chunks(variant)
-        forwards = [chunk.forward for chunk in chunks]
-        backwards = [chunk.backward for chunk in chunks]
-        pairs = [chunk.pair for chunk in chunks if chunk.pair is not None]
+        forwards, backwards, _, pairs = zip(*chunks, strict=True)
         pipeline = training.micro_batches, self._between_stages, training.vpp
         *_, largest = training.by_shape(Counter(training.kinds))
         main = self.layer_time(variant.alone or variant, largest)
         f = main.forward
         b = main.backward * (1 + training.recomputes)
-        if pairs:
+        if variant.pairs(training.layout):
             ends = side_by_side(forwards, backwards, pairs, *pipeline)
             f, b = (part * sum(pairs) / sum([*forwards, *backwards]) for part in (f, b))
         else:
@@ -191,8 +189,7 @@ class TrainingStep(Chunks):
         """Seconds of Adam.  Per parameter of this NPU's share it reads and writes 12 bytes of state
         (weight and two moments in fp32), reads the gradient and writes the bf16 weight."""
         training = self.training
-        stages = range(training.layout.pp)
-        trained = (training.parameters(stage, trained=True) for stage in stages)
+        trained = (training.parameters(stage, trained=True) for stage in range(training.layout.pp))
         parameters = max(training.with_states(*stage) for stage in trained)
         return self.machine.memory(parameters * (2 * 12 + _GRADIENT_BYTES + ITEM_BYTES))
 

@@ -229,8 +229,7 @@ def show(rows: Sequence[Timed], hardware: Hardware, model: str, launch: str) -> 
     )
     verdict = "Recommended" if first.fits else none
     share = ratio(first.training, hardware, len(first.seconds)).text("{:.2f}".format)
-    sizes = first.memory._asdict().items()
-    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sizes)
+    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in first.memory._asdict().items())
     tokens = first.training.model.seq_length
     npus = first.training.layout.npus
     title = f"{model}, {tokens} tokens, {npus} NPUs"

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from commfuse_npu.tools.model_config import ModelConfig
@@ -84,11 +84,9 @@ class Training:
     @cached_property
     def places(self) -> tuple[Counter[Kind], ...]:
         """Number of layers of each kind in every chunk, in model order."""
+        kinds = iter(self.kinds)
         counts = [count // self.vpp for count in self.layers] * self.vpp
-        ends = accumulate(counts)
-        return tuple(
-            Counter(self.kinds[end - count : end]) for count, end in zip(counts, ends, strict=True)
-        )
+        return tuple(Counter(islice(kinds, count)) for count in counts)
 
     def by_shape(self, kinds: Counter[Kind]) -> dict[LayerShape, int]:
         """Number of layers by their shape, without those that do nothing."""
