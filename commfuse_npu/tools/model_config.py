@@ -222,19 +222,17 @@ def known_options(
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
-    number = whole(1, 10**12)
-    limited = {name: whole(1, most) for name, most in _MOST.items()}
-
     def numbers(text: str) -> tuple[int, ...] | None:
-        return None if text == "none" else tuple(map(number, text.split(",")))
+        return None if text == "none" else tuple(map(whole(1, 10**12), text.split(",")))
 
-    types: dict[str, Callable[[str], Any]] = {"int": number, "str": str, _NUMBERS: numbers}
+    types: dict[str, Callable[[str], Any]] = {"str": str, _NUMBERS: numbers}
     for name, kind in _KINDS.items():
         spellings = _SPELLINGS.get(name, (option_name(name),))
         if kind == "bool":
             parser.add_argument(*spellings, dest=name, action="store_true")
         elif kind != _WORDS:
-            parser.add_argument(*spellings, dest=name, type=limited.get(name, types[kind]))
+            converter = types.get(kind) or whole(1, _MOST.get(name, 10**12))
+            parser.add_argument(*spellings, dest=name, type=converter)
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:

@@ -270,8 +270,9 @@ def form_of(options: Options) -> Variant:
 def in_use(options: Options, flags: str) -> bool:
     """Whether a launch has all of these flags, with these values."""
     wanted = Options(flags.split())
-    same = (options.text(name) == wanted.text(name) for name in wanted.names)
-    return all(same) and set(wanted.names) <= set(options.names)
+    return all(
+        name in options and options.values(name) == wanted.values(name) for name in wanted.names
+    )
 
 
 def _recomputed(launch: AskedLaunch) -> int | None:

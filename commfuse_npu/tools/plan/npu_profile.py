@@ -62,7 +62,7 @@ def find_profiles(folder: Path) -> list[Path]:
     """
     if folder.resolve().name == _OUTPUT:
         return [folder.resolve().parent]
-    inside = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
+    inside = [folder, *sorted(folder.iterdir())]
     profiles = [path for path in inside if (path / _OUTPUT).is_dir()]
     raw = [path for path in inside if any(path.glob("PROF_*"))]
     if not profiles and raw:

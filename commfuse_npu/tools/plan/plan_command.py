@@ -23,7 +23,7 @@ from commfuse_npu.tools.option_types import (
     write_figures,
     write_output,
 )
-from commfuse_npu.tools.plan.asked_launch import AskedLaunch, ask_about
+from commfuse_npu.tools.plan.asked_launch import ask_about
 from commfuse_npu.tools.plan.launch_plan import LaunchPlan, plan_launch
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
 from commfuse_npu.tools.plan.plan_folder import launch_scripts, plan_folder
@@ -123,7 +123,7 @@ def main(words: Sequence[str]) -> int:
         if a_profile:
             return plan_profile(find_profiles(folder), options.json)
         if a_folder:
-            return _folder(options, folder, scripts)
+            return plan_folder(folder, scripts, _planner(options), options.json)
         return _launch(options, launch)
     except (UsageError, ValueError, OSError) as error:
         return refuse("plan", error)
@@ -148,45 +148,37 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             way_out = started if file.suffix == ".py" else "give a .sh file"
             raise UsageError(f"{path} is no launch script by its name; {way_out}")
     tell(f"reading what {path or 'the command'} starts")
-    launch = ask_about(config, words, os.environ, arguments.nproc_per_node)
-    plan = plan_launch(launch, _machine_chooser(arguments)(launch, words))
+    plan = _planner(arguments)(words, config)
     print(plan.verdict, "", plan, sep="\n")
     write_figures(arguments.json, plan.as_json())
     return int(bool(plan.problems))
 
 
-def _machine_chooser(
-    arguments: argparse.Namespace,
-) -> Callable[[AskedLaunch, Sequence[str]], Hardware]:
-    """What chooses the machine of a launch: the one that was asked for, else that of the NPUs here,
-    else that of the launch.  The NPUs are listed once, and each description is read once."""
+def _planner(arguments: argparse.Namespace) -> Callable[..., LaunchPlan]:
+    """What plans the launch of a command line on the machine that was asked for, else on that of
+    the NPUs here, else on that of the launch.  The NPUs are listed once, and each description is
+    read once."""
     descriptions = {described(name) for name, _ in listed_npus(LocalMachine.this())} - {None}
     default = descriptions.pop() if len(descriptions) == 1 else None
 
-    @cache
-    def load(name: str) -> Hardware:
-        return Hardware.load(find_config(name, "hardware"))
+    load = cache(_hardware)
 
-    def choose(launch: AskedLaunch, words: Sequence[str]) -> Hardware:
+    def plan(words: Sequence[str], config: Path | None = None) -> LaunchPlan:
+        launch = ask_about(config, words, os.environ, arguments.nproc_per_node)
         # A server of an A3 has 16 NPUs, one of an A2 has 8.
         a3 = launch.config.npus_per_node == 16 or any(map(_SAYS_A3.search, words))
-        return load(arguments.hardware or default or (_A3 if a3 else _HARDWARE))
+        name = arguments.hardware or default or (_A3 if a3 else _HARDWARE)
+        return plan_launch(launch, load(name))
 
-    return choose
+    return plan
 
 
-def _folder(arguments: argparse.Namespace, folder: Path, scripts: Sequence[Path]) -> int:
-    choose = _machine_chooser(arguments)
-
-    def plan(words: Sequence[str]) -> LaunchPlan:
-        launch = ask_about(None, words, os.environ, arguments.nproc_per_node)
-        return plan_launch(launch, choose(launch, words))
-
-    return plan_folder(folder, scripts, plan, arguments.json)
+def _hardware(name: str) -> Hardware:
+    return Hardware.load(find_config(name, "hardware"))
 
 
 def _recommend(arguments: argparse.Namespace) -> int:
-    hardware = Hardware.load(find_config(arguments.hardware or _HARDWARE, "hardware"))
+    hardware = _hardware(arguments.hardware or _HARDWARE)
     path = find_config(arguments.model)
     model = ModelConfig.load(path)
     if arguments.write:

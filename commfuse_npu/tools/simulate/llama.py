@@ -22,6 +22,7 @@ addition of gradients to ``main_grad``): 33 forward and 33 backward, counted on 
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import linear_layers
@@ -238,9 +239,8 @@ def forward(rank: Rank, shape: LayerShape, *, whole: bool = True) -> None:
     adapt(rank, shape)
 
 
-def recomputation(rank: Rank, shape: LayerShape) -> None:
-    """Add a forward that is run again for what the gradients read: the sum of fc2 is not."""
-    forward(rank, shape, whole=False)
+recomputation = partial(forward, whole=False)
+"""Adds a forward that is run again for what the gradients read: the sum of fc2 is not."""
 
 
 def backward(rank: Rank, shape: LayerShape) -> None:

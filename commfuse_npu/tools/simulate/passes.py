@@ -95,7 +95,6 @@ class _TimedTurns:
         self._most = most_waiting
         self._passes: list[_TimedPass] = []
         self._queue: deque[Callable[[], object]] = deque()
-        self._launched = 0
 
     def begin(self, launches: Iterator[_TimedPass | None], ahead: bool = False) -> _TimedPass:
         """Let a pass take turns with the others."""
@@ -141,8 +140,7 @@ class _TimedTurns:
         """Launch a part of a layer; its weight gradients wait in the queue."""
         rank = self._rank
         placed = dict[int, int]()
-        self._launched += 1
-        own = Rank(rank.links, rank.rank, rank.variant, f"{self._launched}: ")
+        own = Rank(rank.links, rank.rank, rank.variant, rank.keys)
         part(own, layer.shape)
         operations = own.finish()
         for index, operation in enumerate(operations):

@@ -22,6 +22,7 @@ result, so no step pays for it; a batch is expanded each time, which is included
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 
 from commfuse_npu.plan.instructions import (
     Add,
@@ -63,7 +64,7 @@ class Rank:
 
     Args:
         links: of the group.
-        prefix: of message keys, to distinguish two of these whose launches are merged.
+        keys: numbers of messages, shared by those whose launches are merged.
 
     Attributes:
         operations: the host's launches, in order.
@@ -73,7 +74,9 @@ class Rank:
         free: groups whose transfers are left out: ``tp``, ``cp``, ``ep``.
     """
 
-    def __init__(self, links: Links, rank: int, variant: Variant, prefix: str = "") -> None:
+    def __init__(
+        self, links: Links, rank: int, variant: Variant, keys: Iterator[int] | None = None
+    ) -> None:
         self.links = links
         self.rank = rank
         self.variant = variant
@@ -84,8 +87,7 @@ class Rank:
         self.sequence_parallel = True
         self.lora: Lora | None = None
         self.free: tuple[str, ...] = ()
-        self._prefix = prefix
-        self._prefixes = 0
+        self.keys = keys or count()
         self._last: dict[str, int] = {}
         self._pending: dict[str, set[int]] = {COMPUTE: set(), ASIDE: set()}
 
@@ -157,8 +159,7 @@ class Rank:
 
     def _key(self, name: str) -> Key:
         """A key prefix that no other operation of this rank uses; the same on all ranks."""
-        self._prefixes += 1
-        return self._prefix + name, self._prefixes
+        return name, next(self.keys)
 
     # ------------------------------------------------------------- plain collectives
 
