@@ -66,7 +66,7 @@ def write_output(path: Path | None, description: str, write: Callable[[Path], No
     Raises:
         OSError: it cannot be written; names the file.
     """
-    if path is None:
+    if not path:
         return
     try:
         write(path)

@@ -27,10 +27,10 @@ def main(words: Sequence[str]) -> int:
     add("--max-ranks", type=whole(2, _MOST_RANKS), help="default 16: every rule with every shape; "
         "in larger groups the other options take turns")  # fmt: skip
     options = parser.parse_args(words)
-    if options.log is not None and options.max_ranks is not None:
+    if options.log and options.max_ranks:
         parser.error("--max-ranks: no effect on a recorded run; leave it out, or --log")
     try:
-        return _verify(options.max_ranks or 16) if options.log is None else _verify_log(options.log)
+        return _verify_log(options.log) if options.log else _verify(options.max_ranks or 16)
     except LogError as error:
         return refuse("verify", error)
 

@@ -117,7 +117,7 @@ def ask_about(
     sizes = {"--nnodes": launch.nodes, "--nproc_per_node": launch.per_node or per_node}
     torchrun = [word for name, size in sizes.items() if size for word in (name, str(size))]
     words = [*torchrun, *launch.options.words]
-    if config is not None:
+    if config:
         model = ModelConfig.load(config, words)
         # Of the options that the launcher adds, this one matters here.
         words = [*model.arguments(), "--use-distributed-optimizer", *model.commfuse_options, *words]
@@ -220,11 +220,11 @@ def training_of(launch: AskedLaunch) -> Training:
             f"--context-parallel-algo {model.context_parallel_algo} is not simulated"
         )
     latent = _latent(options, model.num_attention_heads)
-    if latent is not None and model.context_parallel_size > 1:
+    if latent and model.context_parallel_size > 1:
         raise NotSimulated("latent attention with context parallelism is not simulated")
     experts = _experts(launch)
     ranks = model.world_size // model.pipeline_model_parallel_size
-    if experts is not None and ranks % (experts.parallel * experts.tensor):
+    if experts and ranks % (experts.parallel * experts.tensor):
         raise NotSimulated(
             f"EP x expert TP are {experts.parallel * experts.tensor} ranks of experts, which do "
             f"not divide the {ranks} of a pipeline stage"
@@ -241,7 +241,7 @@ def training_of(launch: AskedLaunch) -> Training:
         head=options.number("--kv-channels", 0),
         latent=latent,
         experts=experts,
-        gated="--swiglu" in options,
+        halves=_halves(options),
         causal=options.text("--attention-mask-type") != "general",
         sequence_parallel=model.uses_sequence_parallel,
         lora=_lora(options),
@@ -303,6 +303,10 @@ def _kinds(options: Options, layers: int) -> tuple[Kind, ...]:
     return tuple(map(kind, range(layers)))
 
 
+def _halves(options: Options) -> int:
+    return 2 if "--swiglu" in options else 1
+
+
 def _experts(launch: AskedLaunch) -> Experts | None:
     options = launch.options
     model = launch.config
@@ -323,7 +327,7 @@ def _experts(launch: AskedLaunch) -> Experts | None:
         tensor=options.number("--expert-tensor-parallel-size", model.tensor_model_parallel_size),
         gathers=options.text("--moe-token-dispatcher-type") in (None, "allgather"),
         grouped="--moe-grouped-gemm" in options,
-        halves=2 if "--swiglu" in options else 1,
+        halves=_halves(options),
     )
 
 

@@ -74,7 +74,7 @@ class Form:
 
     @property
     def fits(self) -> bool:
-        return self.timed is None or self.timed.fits
+        return not self.timed or self.timed.fits
 
     @property
     def change(self) -> str:
@@ -87,7 +87,7 @@ class Form:
 
     def less_time(self, than: Form) -> Range | None:
         """Share of a step of another form that this one saves; ``None`` if not simulated."""
-        if self.timed is None or than.timed is None:
+        if not self.timed or not than.timed:
             return None
         return self.timed.less_time(than.timed)
 
@@ -240,13 +240,13 @@ def _no_gain(
     hardware: Hardware,
 ) -> str:
     """Why a form has no time, or that of Megatron's order; empty if it has another one."""
-    if row is None or megatron is None:
+    if not row or not megatron:
         split = launch.config.uses_sequence_parallel
         return f"not simulated {'at this size' if split else 'without sequence parallelism'}"
     if row is megatron:
         return ""
     lora = row.training.shape.lora
-    if lora is not None and lora.fused and row.form.kind != "passes":
+    if lora and lora.fused and row.form.kind != "passes":
         return "layers that are fused with their adapters do not run in it"
     if row.typical != megatron.typical:
         return ""

@@ -117,7 +117,7 @@ class LaunchPlan:
             return " ".join(["Nothing to change.", *self._why_nothing(), *self._memory()])
         change = best.change[0].upper() + best.change[1:]
         saved = self.saved
-        if saved is None:
+        if not saved:
             return f"{change}: {best.name}. The gain is not known: {self.unsimulated}."
         now = self.reference
         than = "now" if now.used else f"in {now.name} ({self.now.name}, as now, is not simulated)"
@@ -133,9 +133,9 @@ class LaunchPlan:
             if form.used or (form.obstacle and not ours):
                 continue
             title = form.name[0].upper() + form.name[1:]
-            if ours and (form.obstacle or less is None or less.typical == 0):
+            if ours and (form.obstacle or not less or less.typical == 0):
                 yield f"{title}: {form.obstacle or form.remark}."
-            elif less is not None and (ours or less.typical > 0):
+            elif less and (ours or less.typical > 0):
                 few = ", too little for a change" * (less.typical > 0)
                 few = few if form.fits else ", but it does not fit"
                 yield f"{title}: {less.percent} less time{few}."
@@ -152,7 +152,7 @@ class LaunchPlan:
     def step(self) -> str:
         """What a step of the reference consists of, and its speed; empty if it is not simulated."""
         timed = self.reference.timed
-        if timed is None:
+        if not timed:
             return ""
         parts = TrainingStep(self.hardware.machine(), timed.training).breakdown(timed.form)
         words = [
@@ -186,11 +186,11 @@ class LaunchPlan:
 
     def _cells(self, form: Form) -> list[str]:
         time = memory = less = "-"
-        if form.timed is not None:
+        if form.timed:
             time = f"{1e3 * form.timed.typical:,.0f}"
             memory = f"{form.gibibytes:.1f}{'' if form.fits else ', too much'}"
             saved = form.less_time(self.reference)
-            if saved is not None:
+            if saved:
                 less = "now" if form.used else saved.percent
         name = f"{form.name} (now)" if form.used else form.name
         remarks = "; ".join(filter(None, [form.change, form.obstacle or form.remark]))

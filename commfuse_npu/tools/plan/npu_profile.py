@@ -95,7 +95,7 @@ def plan_profile(folders: Sequence[Path], page: Path | None) -> int:
     if not steps:
         raise UsageError(f"{folders[0] / _OUTPUT / _KERNELS} holds no kernel; {_RECORD}")
     print(*_report(steps), sep="\n")
-    if page is not None:
+    if page:
         write_json(page, steps, indent=1)
     return 0
 

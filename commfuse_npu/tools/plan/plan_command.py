@@ -102,23 +102,24 @@ def main(words: Sequence[str]) -> int:
     end = list(words).index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:end])
     launch = list(words[end + 1 :])
-    if bool(options.what or launch) == bool(options.model):
+    recommends = options.model is not None
+    if bool(options.what is not None or launch) == recommends:
         parser.error("give a launch script, a folder of scripts or profiles, or --model NAME")
     folder = Path(options.what or "")
-    a_folder = bool(options.what) and folder.is_dir()
+    a_folder = options.what is not None and folder.is_dir()
     if a_folder and launch:
         parser.error(f"-- {launch[0]}: no effect on {options.what}; leave it out")
     chosen = {name for name, value in vars(options).items() if value is not None}
     scripts = launch_scripts(folder) if a_folder else []
     a_profile = a_folder and not scripts
     takes = {"what", "json"} if a_profile else {"what", "json", "hardware", "nproc_per_node"}
-    if not options.model and (idle := sorted(chosen - takes)):
+    if not recommends and (idle := sorted(chosen - takes)):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
         parser.error(f"{names}: no effect without --model; leave it out")
-    if options.model and options.nproc_per_node:
+    if recommends and options.nproc_per_node:
         parser.error("--nproc-per-node: no effect with --model; use --npus")
     try:
-        if options.model:
+        if recommends:
             return _recommend(options)
         if a_profile:
             return plan_profile(find_profiles(folder), options.json)

@@ -84,7 +84,7 @@ def _rows(plans: dict[str, LaunchPlan | str]) -> Iterator[str]:
             name,
             f"{1e3 * found.now.seconds:,.0f}" if found.now.timed else "-",
             best.name,
-            "-" if found.saved is None or not changes else found.saved.percent,
+            found.saved.percent if found.saved and changes else "-",
             f"{best.gibibytes:.1f} of {found.usable:.1f}" if best.timed else "-",
             "A3" if "A3" in found.hardware.name else "A2",
             what,
@@ -93,6 +93,6 @@ def _rows(plans: dict[str, LaunchPlan | str]) -> Iterator[str]:
 
 def _gain(item: tuple[str, LaunchPlan | str]) -> float:
     found = item[1]
-    if isinstance(found, str) or found.saved is None:
+    if isinstance(found, str) or not found.saved:
         return -1.0
     return found.saved.typical

@@ -3,17 +3,18 @@
 The simulated programs are those that the transport executes.  Nothing here is measured, and nothing
 imports torch.  Modules, from the top down::
 
-    command               the subcommand ``simulate``
+    simulate_command      the subcommand ``simulate``;  layer_picture  its picture
     recommend             the search of ``plan``, and its result as flags and as a configuration
-    timed                 a training in a form: time, memory, ranges, verdict;  lanes  its picture
+    timed                 a training in a form: time, memory, ranges, verdict
     step                  a training step: stages, micro-batches, buckets, optimizer
     training              a model in its layout;  pipeline, footprint
     chunks                the layers of a pipeline stage, in order or as passes that take turns
-    passes                such passes;  llama  a layer, operation by operation;  attention, experts
-    linear, mc2           the tensor-parallel linear layers in every form;  variants  the forms
-    lora                  adapters beside frozen weights
+    passes                such passes;  llama  a layer, operation by operation
+    attention_layers, experts, lora
+                          its attention, its experts, adapters beside frozen weights
+    linear_layers, mc2    the tensor-parallel linear layers in every form;  variants  the forms
     group                 the ranks of a group, or one rank if all do the same
     rank                  plain collectives and compiled programs as launches
     engine                discrete-event simulation
-    launches              operations and messages; which transfers share a link
+    operations            operations and messages; which transfers share a link
 """

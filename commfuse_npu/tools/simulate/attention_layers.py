@@ -58,7 +58,7 @@ class Latent:
     @property
     def attended(self) -> float:
         """Total width of queries and values, which determines the FLOP of attention."""
-        return float(self.heads * (self.own + self.rotary + self.value))
+        return self.heads * (self.own + self.rotary + self.value)
 
     @property
     def narrow(self) -> int:
@@ -106,7 +106,7 @@ class Latent:
         for number, sizes in enumerate(self._products(rank, rows, held, hidden)):
             tokens, inputs, outputs = sizes
             rank.gemm(f"latent {number} backward", tokens, outputs, inputs)
-            if rank.lora is None:
+            if not rank.lora:
                 rank.gemm(f"latent {number} wgrad", outputs, tokens, inputs, launches=2)
         self._gather(rank, held)
 

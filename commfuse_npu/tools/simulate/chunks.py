@@ -115,11 +115,11 @@ class Chunks:
         """Seconds of a step's layers, without a pipeline."""
         chunk = self.chunk(variant, 0)
         seconds = chunk.alone + (self.training.micro_batches - 1) * chunk.repeated
-        return seconds if variant.alone is None else min(seconds, self.layers(variant.alone))
+        return min(seconds, self.layers(variant.alone)) if variant.alone else seconds
 
     def chunk(self, variant: Variant, place: int) -> ChunkTime:
         """A chunk, by its place in the model."""
-        if variant.alone is None:
+        if not variant.alone:
             return self._in_order(variant, place)
         training = self.training
         layout = self.training.layout

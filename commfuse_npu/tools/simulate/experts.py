@@ -56,7 +56,7 @@ class Experts:
 
     def transfers(self, machine: Machine, tokens: int, hidden: int) -> float:
         """Seconds of one direction, to the experts or back."""
-        row = float(hidden * ITEM_BYTES)
+        row = hidden * ITEM_BYTES
         if self.gathers:
             return collective_seconds(Links(machine, self.parallel * self.tensor), tokens * row)
         sent = tokens * self.each / self.parallel * row
@@ -81,11 +81,11 @@ class Experts:
         self._exchange(rank, "combine backward", tokens, hidden)
         for name, inputs, outputs in reversed(self.layers(hidden)):
             self._products(rank, f"{name} backward", tokens, outputs, inputs)
-            if rank.lora is None:
+            if not rank.lora:
                 self._products(rank, f"{name} wgrad", tokens, inputs, outputs, wgrad=True)
         self._activation(rank, tokens, 2 * self.halves + 1)
         self._exchange(rank, "dispatch backward", tokens, hidden)
-        products = 2 if rank.lora is None else 1
+        products = 1 if rank.lora else 2
         seconds = products * rank.machine.gemm(tokens, hidden, self.number)
         launches = round(_BACKWARD * rank.machine.expert_launches)
         rank.compute("router backward", seconds, launches=launches)

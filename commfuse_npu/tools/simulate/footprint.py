@@ -114,12 +114,12 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
     if training.recomputes:
         ahead = in_turns and training.recomputed_layers(stage) > 1
         activations += (2 if ahead else 1) * max(kept.values(), default=0.0)
-    if in_turns and shape.lora is None:
+    if in_turns and not shape.lora:
         activations += max(map(_waiting, layers), default=0.0)
     if stage == layout.pp - 1:
         activations += _LOGITS * shape.rows / layout.tp * shape.vocabulary
     weights = ITEM_BYTES * parameters
-    if shape.lora is not None:
+    if shape.lora:
         weights += ITEM_BYTES * sum(trained)
         if shape.lora.quantized:
             linear = parameters - training.tables(stage) * training.table
@@ -134,7 +134,7 @@ def _kept(shape: LayerShape, heads: int) -> float:
     rows = shape.rows / shape.ranks
     tp = shape.ranks
     split = shape.inner * tp + shape.qkv + (shape.halves + 1) * shape.dense * tp
-    if shape.latent is not None:
+    if shape.latent:
         split += shape.latent.kept(tp)
     size = shape.held * 4 * shape.hidden + rows * split
     if experts := shape.experts:
@@ -146,7 +146,7 @@ def _kept(shape: LayerShape, heads: int) -> float:
 def _waiting(shape: LayerShape) -> float:
     """Bytes of the most operands of weight gradients that wait: inputs and output gradients."""
     operands = [max(rows) * (inputs + outputs) for _, inputs, outputs, rows, *_ in shape.weights]
-    if shape.latent is not None:
+    if shape.latent:
         qkv = shape.qkv + shape.latent.kept(shape.ranks)
         operands[0] = shape.rows * (shape.hidden + qkv // shape.ranks)
     return ITEM_BYTES * sum(sorted(operands)[-MOST_WEIGHT_GRADIENTS:])
@@ -157,7 +157,7 @@ def _transfers(variant: Variant, shape: LayerShape, most: float) -> float:
 
     A lane is a communicator with two buffers, each from 16 MB to ``most``, HCCL's own size.
     """
-    gathered = float(shape.rows * shape.row_bytes)
+    gathered = shape.rows * shape.row_bytes
     tp = shape.ranks
     if variant.kind != "fused":
         # Sliced variants need one more buffer, for the copy that restores the order of rows.

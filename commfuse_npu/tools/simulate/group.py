@@ -69,9 +69,12 @@ def _tuned(links: Links, variant: Variant, build: _Build, steady: bool) -> Varia
     # A single operation has been tried in every way but by collectives in Megatron's order.
     others = (*(variant.tuned if len(ways) > 1 else ()), None)
     for operation, usual in ways.items():
-        tried = [(*fastest.chosen, (operation, way)) for way in others if way != usual]
-        choices = [fastest, *(replace(fastest, chosen=chosen) for chosen in tried)]
-        fastest = min(choices, key=seconds)
+        tried = (
+            replace(fastest, chosen=(*fastest.chosen, (operation, way)))
+            for way in others
+            if way != usual
+        )
+        fastest = min(fastest, *tried, key=seconds)
     return fastest
 
 

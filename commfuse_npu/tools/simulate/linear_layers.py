@@ -47,7 +47,7 @@ def column_gradients(rank: Rank, name: str, rows: int, inputs: int, outputs: int
     Yields at the point up to which it may start early: when fused, after the transfers of the input
     have started; otherwise at once.
     """
-    if rank.lora is not None:
+    if rank.lora:
         yield
         _gemm_scatter(rank, name, rows, outputs, inputs)
         return
@@ -80,7 +80,7 @@ def row_gradients(
     Args:
         before: the backward of the preceding column-parallel layer, started before wgrad.
     """
-    if rank.lora is not None:
+    if rank.lora:
         if not _in_kernel(rank, name, mc2.gather_gemm, rows, outputs, inputs):
             _gather_gemm(rank, name, rows, outputs, inputs)
         return
@@ -90,7 +90,7 @@ def row_gradients(
         return
     columns = {"shard": outputs, "weight": inputs, "out": inputs, "other": inputs}
     for _ in rank.run(name, GatherGemm(rows, outputs, inputs, inputs), columns):
-        if before is not None:
+        if before:
             next(before)
 
 
@@ -101,7 +101,7 @@ def _fused(rank: Rank, name: str) -> bool:
 def _in_kernel(rank: Rank, name: str, part: Callable[..., Any], *sizes: int) -> bool:
     """Add MC2's kernel as one operation, if the layer is fused with its adapter."""
     lora = rank.lora
-    runs = lora is not None and lora.fused and lora.adapts(name) and mc2.supports(rank, sizes[1])
+    runs = lora and lora.fused and lora.adapts(name) and mc2.supports(rank, sizes[1])
     if not runs or rank.variant.kind == "compute":
         return False
     kernel = simulate(rank.links, MC2, lambda own: part(own, name, *sizes), steady=True)
@@ -156,11 +156,11 @@ def _gemm_scatter(
     """
     kind = rank.variant.kind
     n = rank.size
-    if kind == "kernel" and rank.sequence_parallel and behind is None:
+    if kind == "kernel" and rank.sequence_parallel and not behind:
         whole = rank.machine.gemm(rows * n, inner, outer)
         rank.compute(name, rank.machine.coc_kernel(whole, rows * outer * ITEM_BYTES, n))
         return
-    if kind == "mc2" and behind is None and mc2.supports(rank, inner):
+    if kind == "mc2" and not behind and mc2.supports(rank, inner):
         mc2.gemm_scatter(rank, name, rows, inner, outer)
         return
     slices = _slices(rank, name, rows)
@@ -173,6 +173,6 @@ def _gemm_scatter(
     if kind == "plain":
         rank.need(waits)
         waits = ()
-    if behind is not None:
+    if behind:
         behind()
     rank.need(waits)

@@ -56,7 +56,8 @@ class LayerShape:
         heads: width of all query heads; 0 if it equals that of the hidden states.
         groups: query groups of the model.
         sequence_parallel: whether a rank has only a block of the rows outside of linear layers.
-        gated: whether the feed-forward part is gated (SwiGLU).
+        halves: outputs of the first feed-forward product per unit of width: 2 if it is gated
+            (SwiGLU), else 1.
         causal: whether a query sees only the keys up to its own position.
         ulysses: whether context parallelism exchanges heads instead of circulating keys.
         latent, experts: replace queries, keys and values, and the feed-forward part.
@@ -76,7 +77,7 @@ class LayerShape:
     heads: int = 0
     groups: int = 1
     sequence_parallel: bool = True
-    gated: bool = True
+    halves: int = 2
     causal: bool = True
     ulysses: bool = False
     latent: Latent | None = None
@@ -102,7 +103,7 @@ class LayerShape:
     @property
     def dense(self) -> int:
         """Feed-forward width on one rank for all tokens; with experts, that of the shared ones."""
-        shared = self.feed_forward if self.experts is None else self.experts.shared
+        shared = self.experts.shared if self.experts else self.feed_forward
         return shared // self.ranks
 
     @property
@@ -111,22 +112,21 @@ class LayerShape:
         h = self.hidden
         ends = self.held, self.rows
         qkv = Weight("qkv", h, self.qkv // self.ranks, ends)
-        if self.latent is not None:
+        if self.latent:
             qkv = Weight("qkv", h, self.latent.narrow, (self.held, self.held), split=False)
         weights = [qkv, Weight("proj", self.inner, h, ends[::-1])]
         if self.dense:
-            weights.append(Weight("fc1", h, self.halves * self.dense, ends))
-            weights.append(Weight("fc2", self.dense, h, ends[::-1]))
+            weights += [
+                Weight("fc1", h, self.halves * self.dense, ends),
+                Weight("fc2", self.dense, h, ends[::-1]),
+            ]
         if experts := self.experts:
             sent = self.held * experts.each * experts.tensor
-            for layer in experts.layers(h):
-                weights.append(Weight(*layer, (sent, sent), experts.local, split=False))
+            weights += [
+                Weight(*layer, (sent, sent), experts.local, split=False)
+                for layer in experts.layers(h)
+            ]
         return weights
-
-    @property
-    def halves(self) -> int:
-        """Outputs of the first feed-forward product per unit of width: 2 if gated, else 1."""
-        return 2 if self.gated else 1
 
     @property
     def rows(self) -> int:
@@ -157,14 +157,14 @@ class LayerShape:
         h = self.hidden
         lora = self.lora if trained else None
         own = of_experts = 0.0
-        if lora is None:
+        if not lora:
             own = 2.0 * h + (h * self.experts.number if self.experts else 0)
             if latent := self.latent:
                 per_feature, besides = latent.parameters
                 own += (h * per_feature + besides) / self.ranks - h * (latent.narrow + self.inner)
         for weight in self.weights:
             size = weight.inputs * weight.outputs
-            if lora is not None:
+            if lora:
                 narrow = lora.rank if lora.adapts(weight.name) else 0
                 size = narrow * (weight.inputs + weight.outputs)
             own += 0 if weight.experts else size
@@ -220,7 +220,7 @@ def forward(rank: Rank, shape: LayerShape, *, whole: bool = True) -> None:
     width = shape.dense
     _set_up(rank, shape)
     rank.elementwise("norm", 2 * held * h)
-    if shape.latent is not None:
+    if shape.latent:
         shape.latent.forward(rank, rows, held, h)
     else:
         linear_layers.column(rank, "qkv", block, h, qkv)
@@ -228,7 +228,7 @@ def forward(rank: Rank, shape: LayerShape, *, whole: bool = True) -> None:
     attend(rank, shape, 0)
     linear_layers.row(rank, "proj", block, shape.inner, h)
     rank.elementwise("residual, norm", 4 * held * h, 2)
-    if shape.experts is not None:
+    if shape.experts:
         shape.experts.forward(rank, held, h)
     if width:
         linear_layers.column(rank, "fc1", block, h, shape.halves * width)
@@ -251,9 +251,9 @@ def backward(rank: Rank, shape: LayerShape) -> None:
     h = shape.hidden
     qkv = shape.qkv // shape.ranks
     width = shape.dense
-    norm = _NORM + _ADDED if shape.lora is None else _NORM - 1
+    norm = _NORM - 1 if shape.lora else _NORM + _ADDED
     _set_up(rank, shape)
-    if shape.experts is not None:
+    if shape.experts:
         shape.experts.backward(rank, held, h)
     if width:
         fc1 = linear_layers.column_gradients(rank, "fc1 backward", block, h, shape.halves * width)
@@ -262,11 +262,11 @@ def backward(rank: Rank, shape: LayerShape) -> None:
         rest(fc1)
     rank.elementwise("norm backward", 4 * held * h, norm)
     qkv_gradients = linear_layers.column_gradients(rank, "qkv backward", block, h, qkv)
-    before = qkv_gradients if shape.latent is None else None
+    before = None if shape.latent else qkv_gradients
     linear_layers.row_gradients(rank, "proj backward", block, shape.inner, h, before)
     attend(rank, shape, 1)
     rank.elementwise("rotary backward", 2 * rows * qkv, _ROTARY[1])
-    if shape.latent is not None:
+    if shape.latent:
         shape.latent.backward(rank, rows, held, h)
     else:
         rest(qkv_gradients)

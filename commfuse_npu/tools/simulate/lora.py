@@ -70,7 +70,7 @@ class Weight(NamedTuple):
 def adapt(rank: Rank, shape: LayerShape, *, backward: bool = False) -> None:
     """Add the products of a layer's adapters, and the sums with those of the layer."""
     lora = shape.lora
-    if lora is None:
+    if not lora:
         return
     r = lora.rank
     for weight in filter(lambda weight: lora.adapts(weight.name), shape.weights):

@@ -112,7 +112,7 @@ class Links:
         stride = self.stride
         node = machine.npus_per_node
         if (size - 1) * stride >= node:
-            if machine.between is None:
+            if not machine.between:
                 raise ValueError(
                     f"a group of {size} ranks, {stride} NPUs apart, does not fit a node of {node} "
                     f"NPUs, and this machine has no links between nodes; choose sizes whose "
@@ -132,7 +132,7 @@ class Links:
             return replace(machine.inside, rate=1.0, latency=0.0)
         if source * self.stride // node == target * self.stride // node:
             return machine.inside
-        assert machine.between is not None
+        assert machine.between
         return machine.between
 
     def path(self, source: int, target: int) -> tuple[LinkId, ...]:

@@ -77,7 +77,7 @@ class _TimedPass:
 
     @property
     def can_run(self) -> bool:
-        return not self.ended and (self.waits is None or self.waits.ended)
+        return not self.ended and (not self.waits or self.waits.ended)
 
     def run(self) -> None:
         """Run until it waits, or to its end."""
@@ -125,12 +125,12 @@ class _TimedTurns:
         """The pass of the gradients, which begins the recomputations that run ahead."""
         ahead: _TimedPass | None = None
         for layer, before in zip(reversed(layers), [*reversed(layers[:-1]), None], strict=True):
-            if ahead is None and layer.recomputed:
+            if not ahead and layer.recomputed:
                 yield from self._launch(llama.recomputation, layer)
-            elif ahead is not None and not ahead.ended:
+            elif ahead and not ahead.ended:
                 yield ahead
             ahead = None
-            if layer.recomputed and before is not None and before.recomputed:
+            if layer.recomputed and before and before.recomputed:
                 ahead = self.begin(self._launch(llama.recomputation, before), ahead=True)
             yield from self._launch(llama.backward, layer)
 

@@ -113,7 +113,6 @@ def side_by_side(
             for stage, slot in enumerate(row)
         ]
         ends = [
-            end if slot.backward is None else now
-            for end, now, slot in zip(ends, clock, row, strict=True)
+            now if slot.backward else end for end, now, slot in zip(ends, clock, row, strict=True)
         ]
     return ends

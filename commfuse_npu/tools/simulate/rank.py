@@ -249,7 +249,7 @@ class Rank:
             return stop - start
 
         def size(span: Span) -> float:
-            return float(span.rows * width(span) * ITEM_BYTES)
+            return span.rows * width(span) * ITEM_BYTES
 
         def message(end: End) -> Message:
             step, _, source, target, _ = end.transfer

@@ -123,10 +123,8 @@ def _layouts(model: ModelConfig, hardware: Hardware, npus: int, fixed: Fixed) ->
     """
     tps = [fixed.tp] if fixed.tp else _divisors(min(npus, hardware.npus_per_node))
     cps = [fixed.cp] if fixed.cp else _CONTEXTS
-    pps = [fixed.pp] if fixed.pp else _divisors(model.num_layers)
     stages = model.pipeline_model_parallel_size
-    if stages not in pps and not fixed.pp:
-        pps.append(stages)
+    pps = [fixed.pp] if fixed.pp else dict.fromkeys([*_divisors(model.num_layers), stages])
     for tp, cp, pp in product(tps, cps, pps):
         dp, remainder = divmod(npus, tp * cp * pp)
         if remainder:

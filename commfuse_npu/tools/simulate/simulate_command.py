@@ -107,9 +107,9 @@ def main(words: Sequence[str]) -> int:
 def _main(arguments: argparse.Namespace) -> int:
     hardware = Hardware.load(find_config(arguments.hardware, "hardware"))
     hardware = replace(hardware, deterministic=arguments.deterministic)
-    if arguments.launch_us is not None:
+    if arguments.launch_us:
         hardware = hardware.launching(arguments.launch_us * 1e-6)
-    if arguments.post_us is not None:
+    if arguments.post_us:
         hardware = hardware.posting(arguments.post_us * 1e-6)
     model_path = find_config(arguments.model)
     model = ModelConfig.load(model_path)

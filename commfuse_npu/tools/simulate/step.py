@@ -71,7 +71,7 @@ class TrainingStep(Chunks):
         """Seconds of a step."""
         seconds = self._seconds(variant)
         # A launch times steps each way, and keeps the faster one.
-        return seconds if variant.alone is None else min(seconds, self.time(variant.alone))
+        return min(seconds, self.time(variant.alone)) if variant.alone else seconds
 
     def breakdown(self, variant: Variant) -> StepParts:
         """The parts of a step; their sum is its time.
@@ -79,22 +79,23 @@ class TrainingStep(Chunks):
         Each kind of transfers costs what the step is longer with them, on a host that launches for
         free, after those of the kinds before it are left out: DP, PP, EP, CP, TP.
         """
-        if variant.alone is not None and self.time(variant.alone) <= self._seconds(variant):
+        if variant.alone and self.time(variant.alone) <= self._seconds(variant):
             return self.breakdown(variant.alone)
+        training = self.training
         free = self.machine.launching_for_free
         steps = [self]
         groups = "dp", "pp", "ep", "cp"
         for number in range(len(groups) + 1):
-            shape = replace(self.training.shape, free=groups[:number])
-            steps.append(TrainingStep(free, replace(self.training, shape=shape)))
+            shape = replace(training.shape, free=groups[:number])
+            steps.append(TrainingStep(free, replace(training, shape=shape)))
         alone = replace(COMPUTE_ONLY, leaves_out=variant.leaves_out or variant.kind == "passes")
         computes = steps[-1]
         seconds = [*(step._seconds(variant) for step in steps), computes._seconds(alone)]
         host, dp, pp, ep, cp, tp = (longer - shorter for longer, shorter in pairwise(seconds))
         work = [chunk.alone for chunk in computes._chunks(alone)]
-        stages = self.training.layout.pp
+        stages = training.layout.pp
         busiest = max(sum(work[stage::stages]) for stage in range(stages))
-        computation = self.training.micro_batches * busiest + self._optimizer
+        computation = training.micro_batches * busiest + self._optimizer
         bubble = seconds[-1] - computation if stages > 1 else 0.0
         return StepParts(seconds[-1] - bubble, tp, cp, ep, dp, pp, bubble, host)
 
@@ -142,7 +143,7 @@ class TrainingStep(Chunks):
         if variant.kind == "compute":
             return seconds
         links = Links(self.machine, shape.ranks)
-        return seconds + collective_seconds(links, float(shape.block * shape.row_bytes))
+        return seconds + collective_seconds(links, shape.block * shape.row_bytes)
 
     def _buckets(self, stage: int, forward: float, backward: float) -> tuple[float, float]:
         """Exposed seconds of the transfers of a stage's gradients and of its parameters.

@@ -199,7 +199,7 @@ def layer_shape(
     head = head or model.hidden_size // heads
     inner = head * heads
     qkv = head * (heads + 2 * groups)
-    if latent is not None:
+    if latent:
         # Of queries, keys and values only the rotary parts.
         inner = latent.heads * latent.value
         qkv = 2 * latent.heads * latent.rotary
@@ -242,7 +242,7 @@ def training(
     sequence = sequence or model.seq_length
     micro_batch = micro_batch or model.micro_batch_size
     global_batch = model.global_batch_size
-    if micro_batches is not None:
+    if micro_batches:
         global_batch = micro_batch * micro_batches * layout.dp
     stages = model.num_layer_list if layout.pp == model.pipeline_model_parallel_size else None
     fitted = replace(

@@ -75,8 +75,8 @@ class Variant:
         tuned: for ``fused``, the ways from which each operation takes its fastest.
         chosen: the ways of individual operations, by name.
         leaves_out: whether a recomputation leaves out the sum of fc2, which no gradient reads.
-        beside: for ``passes``, where a forward runs beside gradients: nowhere, except in plain
-            pipelines, or everywhere.
+        beside: where a forward runs beside gradients: nowhere, except in plain pipelines, or
+            everywhere.
         alone: for ``passes``, the form of a launch that switches them off, and of a forward with
             nothing beside it, where that is faster.
         flags: the options that launch it; none for Megatron's order.
@@ -90,7 +90,7 @@ class Variant:
     tuned: tuple[Way, ...] = ()
     chosen: tuple[tuple[str, Way], ...] = ()
     leaves_out: bool = False
-    beside: Literal["nowhere", "interleaved", "everywhere"] = "interleaved"
+    beside: Literal["nowhere", "interleaved", "everywhere"] = "nowhere"
     alone: Variant | None = None
     flags: str = ""
     launched: bool = True
@@ -101,9 +101,8 @@ class Variant:
 
     def pairs(self, layout: Layout) -> bool:
         """Whether forwards run beside the gradients of other micro-batches."""
-        if self.kind != "passes" or self.beside == "nowhere":
-            return False
-        return self.beside == "everywhere" or layout.pp == 1 or layout.vpp > 1
+        interleaved = layout.pp == 1 or layout.vpp > 1
+        return self.beside == "everywhere" or (self.beside == "interleaved" and interleaved)
 
 
 COMPUTE_ONLY = Variant("no communication", "compute", launched=False)
@@ -118,6 +117,7 @@ MC2 = Variant("MC2", "mc2", flags="--use-ascend-mc2")
 OVERLAP = Variant(
     "overlap",
     "passes",
+    beside="interleaved",
     alone=replace(MEGATRON, leaves_out=True, launched=False),
     flags="--commfuse-overlap",
 )

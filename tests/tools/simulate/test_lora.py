@@ -30,7 +30,7 @@ from tests.tools.simulate.machines import ideal, sent
 TOKENS, HIDDEN, WIDTH, R = 64, 32, 48, 2
 NAMES = "qkv", "proj", "fc1", "fc2"
 ALL = frozenset(f"linear_{name}" for name in NAMES)
-SHAPE = LayerShape(TOKENS, TOKENS, 1, HIDDEN, WIDTH, 3 * HIDDEN, 128, 1, gated=False)
+SHAPE = LayerShape(TOKENS, TOKENS, 1, HIDDEN, WIDTH, 3 * HIDDEN, 128, 1, halves=1)
 EXPERTS = Experts(number=8, each=2, width=24, shared=0, parallel=4, tensor=1, halves=1)
 PASSES = llama.forward, llama.backward
 
