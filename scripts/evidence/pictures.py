@@ -16,7 +16,7 @@ from pathlib import Path
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.drawing import Chart, draw
 from commfuse_npu.tools.hardware.description import Hardware
-from commfuse_npu.tools.simulate.layer_picture import layer_picture
+from commfuse_npu.tools.simulate.simulate_command import layer_picture
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.variants import FUSED, MEGATRON, OVERLAP, Variant
 from commfuse_npu.tools.simulate.variants import forms as simulated

@@ -3,7 +3,7 @@
 import argparse
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from commfuse_npu.plan.machines import described
 from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.doctor.local_machine import LocalMachine, listed_npus
 from commfuse_npu.tools.hardware.description import Hardware
-from commfuse_npu.tools.launch_script import UsageError
+from commfuse_npu.tools.launch_script import NoTrainingError, UsageError
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.option_types import (
     Parser,
@@ -26,7 +26,6 @@ from commfuse_npu.tools.option_types import (
 from commfuse_npu.tools.plan.asked_launch import ask_about
 from commfuse_npu.tools.plan.launch_plan import LaunchPlan, plan_launch
 from commfuse_npu.tools.plan.npu_profile import find_profiles, plan_profile
-from commfuse_npu.tools.plan.plan_folder import launch_scripts, plan_folder
 from commfuse_npu.tools.simulate.recommend import (
     Fixed,
     NoLayoutError,
@@ -37,11 +36,20 @@ from commfuse_npu.tools.simulate.recommend import (
     write_plan,
 )
 from commfuse_npu.tools.simulate.timed import as_json, best, show
-from commfuse_npu.tools.terminal import tell
+from commfuse_npu.tools.simulate.variants import LEGEND
+from commfuse_npu.tools.terminal import table_head, table_row, tell
 
 _HARDWARE = "ascend_910b_server"
 """The description if there are no NPUs here, and nothing says A3."""
 _A3 = "ascend_910c_supernode"
+_HEAD = ("script", "now, ms", "best form", "less time than now", "GiB of usable", "machine",
+         "what to do")  # fmt: skip
+"""Columns of the table of a folder."""
+_LEGEND = (
+    "Simulated, not measured: a step at typical figures (ranges over uncertain ones), and the "
+    "memory of the fullest rank in the best form. `commfuse-npu plan SCRIPT` has all forms of one "
+    f"launch. {LEGEND}"
+)
 _SAYS_A3 = re.compile(r"(?<![A-Za-z0-9])A3(?![A-Za-z0-9])", re.I)
 
 
@@ -110,7 +118,7 @@ def main(words: Sequence[str]) -> int:
     if a_folder and launch:
         parser.error(f"-- {launch[0]}: no effect on {options.what}; leave it out")
     chosen = {name for name, value in vars(options).items() if value is not None}
-    scripts = launch_scripts(folder) if a_folder else []
+    scripts = sorted(filter(Path.is_file, folder.rglob("*.sh"))) if a_folder else []
     a_profile = a_folder and not scripts
     takes = {"what", "json"} if a_profile else {"what", "json", "hardware", "nproc_per_node"}
     if not recommends and (idle := sorted(chosen - takes)):
@@ -124,7 +132,7 @@ def main(words: Sequence[str]) -> int:
         if a_profile:
             return plan_profile(find_profiles(folder), options.json)
         if a_folder:
-            return plan_folder(folder, scripts, _planner(options), options.json)
+            return _folder(options, folder, scripts)
         return _launch(options, launch)
     except (UsageError, ValueError, OSError) as error:
         return refuse("plan", error)
@@ -176,6 +184,59 @@ def _planner(arguments: argparse.Namespace) -> Callable[..., LaunchPlan]:
 
 def _hardware(name: str) -> Hardware:
     return Hardware.load(find_config(name, "hardware"))
+
+
+def _folder(arguments: argparse.Namespace, folder: Path, scripts: Sequence[Path]) -> int:
+    """Print a row for each launch; scripts that start no training are counted."""
+    plan = _planner(arguments)
+    plans: dict[str, LaunchPlan | str] = {}
+    others = 0
+    for path in scripts:
+        name = str(path.relative_to(folder))
+        tell(f"{len(plans)} launches; reading {name}")
+        try:
+            plans[name] = plan(["bash", str(path)])
+        except NoTrainingError:
+            others += 1
+        except (UsageError, ValueError, OSError) as error:
+            plans[name] = str(error)
+    print(table_head(_HEAD, numbers=False), *_rows(plans), sep="\n")
+    print(f"\n{len(plans)} launches; {others} other scripts start no training.\n\n{_LEGEND}")
+    content = {
+        name: {"error": found} if isinstance(found, str) else found.as_json()
+        for name, found in plans.items()
+    }
+    write_figures(arguments.json, content)
+    return 0
+
+
+def _rows(plans: dict[str, LaunchPlan | str]) -> Iterator[str]:
+    """The launches with the largest gain first, those without a known gain last."""
+    for name, found in sorted(plans.items(), key=_gain, reverse=True):
+        if isinstance(found, str):
+            yield table_row((name, *"-----", found))
+            continue
+        best = found.best
+        changes = best is not found.now and not found.problems
+        what = best.change if changes else found.verdict
+        if changes and found.unsimulated:
+            what += f" (gain not known: {found.unsimulated})"
+        yield table_row((
+            name,
+            f"{1e3 * found.now.seconds:,.0f}" if found.now.timed else "-",
+            best.name,
+            found.saved.percent if found.saved and changes else "-",
+            f"{best.gibibytes:.1f} of {found.usable:.1f}" if best.timed else "-",
+            "A3" if "A3" in found.hardware.name else "A2",
+            what,
+        ))  # fmt: skip
+
+
+def _gain(item: tuple[str, LaunchPlan | str]) -> float:
+    found = item[1]
+    if isinstance(found, str) or not found.saved:
+        return -1.0
+    return found.saved.typical
 
 
 def _recommend(arguments: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 The simulated programs are those that the transport executes.  Nothing here is measured, and nothing
 imports torch.  Modules, from the top down::
 
-    simulate_command      the subcommand ``simulate``;  layer_picture  its picture
+    simulate_command      the subcommand ``simulate``, and its picture of a layer
     recommend             the search of ``plan``, and its result as flags and as a configuration
     timed                 a training in a form: time, memory, ranges, verdict
     step                  a training step: stages, micro-batches, buckets, optimizer
