@@ -15,8 +15,8 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import build_module
 
 from commfuse_npu.tools.simulate import llama
+from commfuse_npu.tools.simulate.engine import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.operations import Links
 from commfuse_npu.tools.simulate.rank import Rank
 from commfuse_npu.tools.simulate.variants import Variant
 from tests.megatron.models import BF16, Case, settings

@@ -12,9 +12,7 @@ imports torch.  Modules, from the top down::
     passes                such passes;  llama  a layer, operation by operation
     attention_layers, experts, lora
                           its attention, its experts, adapters beside frozen weights
-    linear_layers, mc2    the tensor-parallel linear layers in every form;  variants  the forms
-    group                 the ranks of a group, or one rank if all do the same
-    rank                  plain collectives and compiled programs as launches
-    engine                discrete-event simulation
-    operations            operations and messages; which transfers share a link
+    linear_layers         the tensor-parallel linear layers in every form;  variants  the forms
+    rank                  plain collectives and compiled programs as launches; the ranks of a group
+    engine                discrete-event simulation: operations, messages, links
 """

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES
-from commfuse_npu.tools.simulate.group import collective_seconds
-from commfuse_npu.tools.simulate.operations import Links
-from commfuse_npu.tools.simulate.rank import EVENTS, RING, Rank
+from commfuse_npu.tools.simulate.engine import Links
+from commfuse_npu.tools.simulate.rank import EVENTS, RING, Rank, collective_seconds
 
 if TYPE_CHECKING:
     from commfuse_npu.tools.simulate.llama import LayerShape

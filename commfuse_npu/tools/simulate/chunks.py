@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 from commfuse_npu.tools.hardware.machine import Machine
 from commfuse_npu.tools.simulate import llama
-from commfuse_npu.tools.simulate.engine import Simulated
-from commfuse_npu.tools.simulate.group import simulate
+from commfuse_npu.tools.simulate.engine import Links, Simulated
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.operations import Links
 from commfuse_npu.tools.simulate.passes import Layers, take_turns
+from commfuse_npu.tools.simulate.rank import simulate
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import OVERLAP, Variant
 

@@ -15,9 +15,8 @@ many tokens go to each rank, and the device may then wait for the next launches.
 from dataclasses import dataclass
 
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Machine
-from commfuse_npu.tools.simulate.group import collective_seconds
-from commfuse_npu.tools.simulate.operations import Links
-from commfuse_npu.tools.simulate.rank import Rank
+from commfuse_npu.tools.simulate.engine import Links
+from commfuse_npu.tools.simulate.rank import Rank, collective_seconds
 
 _BACKWARD = 0.6
 """Launches in the backward of router and dispatcher per launch in the forward (22/36, counted)."""

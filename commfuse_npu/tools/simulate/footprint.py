@@ -126,7 +126,7 @@ def _stage(training: Training, stage: int, variant: Variant) -> tuple[float, flo
             weights -= (ITEM_BYTES - _QUANTIZED) * linear
     adam = _ADAM_REUSED if training.reuses else _ADAM
     gradients = training.gradient_bytes * sum(trained)
-    return weights, gradients, adam * training.with_states(*trained), activations
+    return weights, gradients, adam * training.with_states(stage), activations
 
 
 def _kept(shape: LayerShape, heads: int) -> float:

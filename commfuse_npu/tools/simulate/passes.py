@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from commfuse_npu.plan.turn_rule import MOST_WEIGHT_GRADIENTS, filled_pass, next_pass
 from commfuse_npu.tools.simulate import llama
+from commfuse_npu.tools.simulate.engine import COMPUTE, Operation
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.operations import COMPUTE, Operation
 from commfuse_npu.tools.simulate.rank import RING, Rank
 
 

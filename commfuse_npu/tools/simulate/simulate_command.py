@@ -19,8 +19,7 @@ from commfuse_npu.tools.option_types import (
     write_figures,
     write_output,
 )
-from commfuse_npu.tools.simulate.engine import Simulated
-from commfuse_npu.tools.simulate.operations import ASIDE, COMPUTE
+from commfuse_npu.tools.simulate.engine import ASIDE, COMPUTE, Simulated
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.timed import CORNERS, as_json, best, show, timed
 from commfuse_npu.tools.simulate.training import Layout, training

@@ -25,10 +25,10 @@ from typing import NamedTuple
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Machine
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.chunks import Chunks, ChunkTime
-from commfuse_npu.tools.simulate.group import collective_seconds, simulate
+from commfuse_npu.tools.simulate.engine import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.operations import Links
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_by_side
+from commfuse_npu.tools.simulate.rank import collective_seconds, simulate
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant
 
@@ -190,8 +190,7 @@ class TrainingStep(Chunks):
         """Seconds of Adam.  Per parameter of this NPU's share it reads and writes 12 bytes of state
         (weight and two moments in fp32), reads the gradient and writes the bf16 weight."""
         training = self.training
-        trained = (training.parameters(stage, trained=True) for stage in range(training.layout.pp))
-        parameters = max(training.with_states(*stage) for stage in trained)
+        parameters = max(map(training.with_states, range(training.layout.pp)))
         return self.machine.memory(parameters * (2 * 12 + _GRADIENT_BYTES + ITEM_BYTES))
 
 

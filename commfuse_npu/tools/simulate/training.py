@@ -166,8 +166,9 @@ class Training:
             experts += count * of_experts
         return everyone, experts
 
-    def with_states(self, everyone: float, experts: float) -> float:
-        """Number of one NPU's parameters whose optimizer states it holds."""
+    def with_states(self, stage: int) -> float:
+        """Number of the parameters of an NPU of a stage whose optimizer states it holds."""
+        everyone, experts = self.parameters(stage, trained=True)
         if not self.distributed:
             return everyone + experts
         return everyone / (self.layout.dp * self.layout.cp) + experts / self.expert_replicas

@@ -17,9 +17,9 @@
 ``MC2``
     ``--use-ascend-mc2`` (read in MindSpeed@028de58, which says that it is not for A3, but does not
     refuse it there): gathers before a GEMM and reduce-scatters after one are kernels in the best
-    number of tiles (:mod:`commfuse_npu.tools.simulate.mc2`), for 2, 4 or 8 ranks of a full mesh, up
-    to 32 on a ring, and inner dimensions of 256 to 65534, otherwise plain; Megatron's order in the
-    backward of column-parallel layers
+    number of tiles (:mod:`commfuse_npu.tools.simulate.linear_layers`), for 2, 4 or 8 ranks of a
+    full mesh, up to 32 on a ring, and inner dimensions of 256 to 65534, otherwise plain; Megatron's
+    order in the backward of column-parallel layers
 ``fused layers``
     this project's ops as ``--use-commfuse`` launches them.  The second gather of a column-parallel
     layer's input starts before the weight gradient of the row-parallel layer after it.  If GEMMs
@@ -49,7 +49,6 @@ from typing import TYPE_CHECKING, Literal
 
 from commfuse_npu.plan import Schedule, default_chunks, default_shape, min_rows_to_fuse
 from commfuse_npu.tools.hardware.machine import Machine, min_outputs_to_hide
-from commfuse_npu.tools.simulate.mc2 import RANKS
 
 if TYPE_CHECKING:
     from commfuse_npu.tools.simulate.training import Layout, Training
@@ -113,6 +112,8 @@ COC = tuple(
     for k in (2, 4, 8)
 )
 COC_FUSED = Variant("CoC's kernel", "kernel", flags="--use-ascend-coc --coc-fused-kernel")
+MC2_RANKS = 2, 4, 8, 16, 32
+"""Group sizes that it supports; a full mesh has up to 8 (``VALID_RANK``)."""
 MC2 = Variant("MC2", "mc2", flags="--use-ascend-mc2")
 OVERLAP = Variant(
     "overlap",
@@ -193,7 +194,7 @@ def forms(
         ways += COC
         if tp == 8:
             ways.append(COC_FUSED)
-        if tp in RANKS:
+        if tp in MC2_RANKS:
             ways.append(MC2)
         ways += [launched, tuned(base)]
         if launched.kind == "fused":

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.hardware.machine import Level, LinkTopology, Machine
-from commfuse_npu.tools.simulate.engine import Moved, Simulated, TimeSpan
-from commfuse_npu.tools.simulate.operations import LinkId, Operation
+from commfuse_npu.tools.simulate.engine import LinkId, Moved, Operation, Simulated, TimeSpan
 from commfuse_npu.tools.simulate.variants import (
     COC,
     MC2,

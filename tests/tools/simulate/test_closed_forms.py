@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Level, Machine, min_outputs_to_hide
 from commfuse_npu.tools.simulate import linear_layers
-from commfuse_npu.tools.simulate.group import collective_seconds, simulate
-from commfuse_npu.tools.simulate.mc2 import RANKS
-from commfuse_npu.tools.simulate.operations import Links
-from commfuse_npu.tools.simulate.rank import Rank, rest
-from commfuse_npu.tools.simulate.variants import MC2, MEGATRON, REFERENCE, Variant
+from commfuse_npu.tools.simulate.engine import Links
+from commfuse_npu.tools.simulate.rank import Rank, collective_seconds, rest, simulate
+from commfuse_npu.tools.simulate.variants import MC2, MC2_RANKS, MEGATRON, REFERENCE, Variant
 from tests.tools.simulate.machines import ideal, work
 
 ROWS = FEATURES = 840
@@ -85,7 +83,7 @@ def beside(c: float, own: float, size: int) -> float:
 
 def tiled(c: float, t: float, size: int, kind: str, rounds: float = 0.0) -> float:
     """MC2 in the best number of tiles; a tile takes ``rounds`` seconds besides its bytes."""
-    if size not in RANKS:  # for which it has no form
+    if size not in MC2_RANKS:  # for which it has no form
         return c + t
 
     def seconds(tiles: int) -> float:
@@ -141,7 +139,7 @@ CLOSED: list[tuple[Part, Machine, str, Expected]] = [
     (scatter, ideal(), "mc2", lambda c, t, n, k: tiled(c, t, n, "scatter")),
     # Around a ring every tile takes a few rounds.
     (gather, LATE, "mc2",
-     lambda c, t, n, k: tiled(c, (n - 1) * t, n, "gather", min(4, n - 1)) + (n not in RANKS)),
+     lambda c, t, n, k: tiled(c, (n - 1) * t, n, "gather", min(4, n - 1)) + (n not in MC2_RANKS)),
     # A transfer slows work, and work a transfer.
     (gather, ideal(transfer_slowdown=0.2), "mesh, whole",
      lambda c, t, n, k: beside(c, max(c / n + 0.2 * t, t), n)),

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.tools.hardware.machine import Level
 from commfuse_npu.tools.simulate import llama
-from commfuse_npu.tools.simulate.engine import Simulated
-from commfuse_npu.tools.simulate.group import simulate
-from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.operations import (
+from commfuse_npu.tools.simulate.engine import (
     ASIDE,
     COMPUTE,
     Links,
     Message,
     Operation,
+    Simulated,
 )
+from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.pipeline import side_by_side
+from commfuse_npu.tools.simulate.rank import simulate
 from commfuse_npu.tools.simulate.variants import OVERLAP
 from tests.tools.simulate.machines import check_timeline, ideal, variants
 

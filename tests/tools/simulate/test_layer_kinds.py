@@ -14,12 +14,11 @@ from commfuse_npu.plan import Schedule
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES, Level, Machine
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.attention_layers import Latent, attend
+from commfuse_npu.tools.simulate.engine import Links, Operation
 from commfuse_npu.tools.simulate.experts import Experts
-from commfuse_npu.tools.simulate.group import simulate
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.operations import Links, Operation
 from commfuse_npu.tools.simulate.passes import Layers, take_turns
-from commfuse_npu.tools.simulate.rank import Rank
+from commfuse_npu.tools.simulate.rank import Rank, simulate
 from commfuse_npu.tools.simulate.variants import (
     COMPUTE_ONLY,
     MEGATRON,

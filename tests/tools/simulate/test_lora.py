@@ -13,14 +13,13 @@ from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.plan.asked_launch import roughly, training_of
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.attention_layers import Latent
+from commfuse_npu.tools.simulate.engine import Links, Operation
 from commfuse_npu.tools.simulate.experts import Experts
 from commfuse_npu.tools.simulate.footprint import footprint
-from commfuse_npu.tools.simulate.group import simulate
 from commfuse_npu.tools.simulate.llama import LayerShape
 from commfuse_npu.tools.simulate.lora import Lora
-from commfuse_npu.tools.simulate.operations import Links, Operation
 from commfuse_npu.tools.simulate.passes import Layers, take_turns
-from commfuse_npu.tools.simulate.rank import Rank
+from commfuse_npu.tools.simulate.rank import Rank, simulate
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COC, COMPUTE_ONLY, MC2, MEGATRON, OVERLAP

@@ -14,11 +14,10 @@ from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate import llama
-from commfuse_npu.tools.simulate.group import collective_seconds, simulate
+from commfuse_npu.tools.simulate.engine import Links
 from commfuse_npu.tools.simulate.llama import LayerShape
-from commfuse_npu.tools.simulate.operations import Links
 from commfuse_npu.tools.simulate.passes import Layers, take_turns
-from commfuse_npu.tools.simulate.rank import Rank
+from commfuse_npu.tools.simulate.rank import Rank, collective_seconds, simulate
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, MEGATRON, OVERLAP
 from scripts.evidence.layers import layer

@@ -15,10 +15,10 @@ from commfuse_npu.tools.config_file import ConfigError
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.model_config import ModelConfig
 from commfuse_npu.tools.simulate import step as step_module
+from commfuse_npu.tools.simulate.engine import Links
 from commfuse_npu.tools.simulate.footprint import Footprint, footprint
-from commfuse_npu.tools.simulate.group import collective_seconds
-from commfuse_npu.tools.simulate.operations import Links
 from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward
+from commfuse_npu.tools.simulate.rank import collective_seconds
 from commfuse_npu.tools.simulate.step import TrainingStep, buckets, exposed_end
 from commfuse_npu.tools.simulate.training import Layout, training
 from commfuse_npu.tools.simulate.variants import (
