@@ -123,6 +123,11 @@ class ModelConfig:
         return math.prod(getattr(self, f"{kind}_parallel_size") for kind in _MODEL_PARALLEL)
 
     @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step and data-parallel replica, of which there is one at least."""
+        return self.global_batch_size // (self.micro_batch_size * max(1, self.data_parallel_size))
+
+    @property
     def block_rows(self) -> int:
         """Rows of a rank's block in a linear layer (:func:`~commfuse_npu.plan.block_rows`)."""
         sizes = self.tensor_model_parallel_size, self.context_parallel_size

@@ -30,8 +30,6 @@ class _FigureRule(NamedTuple):
     most: float = math.inf
     inclusive: bool = False
     more_is_better: bool = True
-    links: bool = False
-    """Whether the figure belongs to communication (transfers) or to computation."""
 
     def allows(self, value: float) -> bool:
         above = value >= self.least if self.inclusive else value > self.least
@@ -45,13 +43,13 @@ class _FigureRule(NamedTuple):
 
 _SHARE = _FigureRule("share", most=1)
 _RATE = _FigureRule("bytes/s")
-_HIDDEN = _FigureRule("share", most=1, inclusive=True, links=True)
-_COST = _FigureRule("share", most=1, inclusive=True, more_is_better=False, links=True)
-_SECONDS = _FigureRule("seconds", most=1, inclusive=True, more_is_better=False, links=True)
+_HIDDEN = _FigureRule("share", most=1, inclusive=True)
+_COST = _HIDDEN._replace(more_is_better=False)
+_SECONDS = _COST._replace(unit="seconds")
 
 _LEVEL = {
-    "rate": _RATE._replace(links=True),
-    "efficiency": _SHARE._replace(links=True),
+    "rate": _RATE,
+    "efficiency": _SHARE,
     "latency": _SECONDS,
     "beside_work": _COST._replace(unit="times", least=1, most=10),
 }
@@ -60,7 +58,7 @@ _RULES: dict[str, dict[str, _FigureRule]] = {
         "cube_flops": _FigureRule("FLOP/s"),
         "gemm_efficiency": _SHARE,
         "cores": _FigureRule("cores", inclusive=True),
-        "gemm_start": _SECONDS._replace(links=False),
+        "gemm_start": _SECONDS,
         "half_rows": _FigureRule("rows", inclusive=True, more_is_better=False),
         "attention_efficiency": _SHARE,
         "hbm_bandwidth": _RATE,
@@ -79,7 +77,7 @@ _RULES: dict[str, dict[str, _FigureRule]] = {
     "rivals": {
         "coc_fused_hidden": _HIDDEN,
         "coc_fused_hidden_gemm": _HIDDEN,
-        "coc_fused_efficiency": _SHARE._replace(links=True),
+        "coc_fused_efficiency": _SHARE,
         "ordered_sums": _COST,
     },
     "inside": _LEVEL,
@@ -181,16 +179,17 @@ class Hardware:
         """The machine with one value of every range.
 
         Args:
-            compute: which value of the figures of computation.
-            links: which value of the figures of communication: the time of transfers, and what they
-                cost the host and the memory.
+            compute: which value of the figures of computation, those of ``npu``.
+            links: which value of the figures of communication, all others: the time of transfers,
+                and what they cost the host and the memory.
         """
 
         def value(name: str) -> float:
             figure = self.figures[name]
             section, part = name.split(".")
             rule = _RULES[section][part]
-            choice = links if rule.links else compute
+            computes = section == "npu" and part != "transfer_slowdown"
+            choice = compute if computes else links
             if choice == "typical":
                 return figure.typical
             return figure.high if (choice == "favorable") == rule.more_is_better else figure.low

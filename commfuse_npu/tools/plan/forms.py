@@ -120,17 +120,16 @@ def simulate_forms(
         PlanError: the options form no valid schedule.
         ValueError: the simulator does not support such layers.
     """
-    figures = hardware.machine()
     tp = training.layout.tp
     node = min(hardware.npus_per_node, launch.config.npus_per_node)
     if node < tp:
         raise NotSimulated(f"a group of {tp} spans nodes of {node} NPUs")
-    forms = simulated_forms(figures, training, launch.schedule, against.least)
+    forms = simulated_forms(hardware.machine(), training, launch.schedule, against.least)
     if against.own_schedule:
         forms = tuple(replace(form, beside="nowhere") if form.alone else form for form in forms)
     launched = [form for form in forms if form.launched and not form.tuned]
     rows = [timed(training, form, hardware) for form in launched]
-    in_slices = [row for row in rows if row.form in COC]
+    in_slices = (row for row in rows if row.form in COC)
     slower = sorted(in_slices, key=lambda row: row.typical)[1:]
     return {
         row.form.name: row

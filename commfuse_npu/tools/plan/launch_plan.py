@@ -160,22 +160,23 @@ class LaunchPlan:
             for name, seconds in parts._asdict().items()
             if seconds or name == "host"
         ]
-        tokens = timed.per_npu(timed.training.tokens)
-        flops = timed.per_npu(timed.training.flops)
         return (
-            f"A step in {self.reference.name}: {', '.join(words)}; {tokens:,.0f} tokens/s and "
-            f"{flops / 1e12:,.0f} TFLOP/s per NPU."
+            f"A step in {self.reference.name}: {', '.join(words)}; "
+            f"{timed.per_npu(timed.training.tokens):,.0f} tokens/s and "
+            f"{timed.per_npu(timed.training.flops / 1e12):,.0f} TFLOP/s per NPU."
         )
 
     def __str__(self) -> str:
         total = self.hardware.typical("npu.hbm_bytes") / 2**30
-        memory = f"{self.usable:.1f} of {total:.0f} GiB of an NPU are usable"
-        lines = [f"{self.name}: {self.layout}, on {self.hardware.name}; {memory}"]
+        lines = [
+            f"{self.name}: {self.layout}, on {self.hardware.name}; "
+            f"{self.usable:.1f} of {total:.0f} GiB of an NPU are usable"
+        ]
         lines += [f"error: {problem}" for problem in self.problems]
         lines += [f"Note: {note}." for note in self.notes]
         than = "now" if self.reference.used else self.reference.name
-        head = "form", "ms", f"less time than {than}", "GiB", "note"
-        lines += ["", table_row(head), "|---|---:|---:|---:|---|"]
+        head = table_row(("form", "ms", f"less time than {than}", "GiB", "note"))
+        lines += ["", head, "|---|---:|---:|---:|---|"]
         lines += [table_row(self._cells(form)) for form in self.forms]
         lines += ["", *filter(None, [self.step]), _LEGEND]
         refused = any(form.obstacle for form in self.forms if form.flags == "--use-commfuse")

@@ -24,7 +24,6 @@ from commfuse_npu.launch.refusals import (
     missing,
 )
 from commfuse_npu.plan import min_rows_to_fuse
-from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.tools.launch_script.option_words import Options
 from commfuse_npu.tools.plan.asked_launch import AskedLaunch
 
@@ -153,14 +152,13 @@ def _overlap(launch: AskedLaunch) -> tuple[str, str, float | None]:
 def _paired(launch: AskedLaunch) -> float | None:
     config = launch.config
     stages = config.pipeline_model_parallel_size
-    # Without a replica the layout does not fit, which is reported by itself.
-    replicas = max(1, config.data_parallel_size)
-    batches = config.global_batch_size // (config.micro_batch_size * replicas)
     chunks = launch.chunks
-    if chunks > 1 and batches % stages:
+    if chunks > 1 and config.micro_batches % stages:
         return None
-    pairs = [paired_microbatches(slots(stages, s, chunks, batches)) for s in range(stages)]
-    return min(paired / max(1, total) for paired, total in pairs)
+    forwards = config.micro_batches * chunks
+    # Of the first stage, which has the most before its first backward.
+    alone = stages * (chunks + 1) - 1
+    return max(0, forwards - alone) / max(1, forwards)
 
 
 # ------------------------------------------------------------------ linear layers

@@ -172,8 +172,10 @@ def _without_key(training: Training) -> Iterator[str]:
         # The simulation assumes these overlaps.
         yield from ("--overlap-grad-reduce", "--overlap-param-gather")
     if layout.vpp > 1:
-        each = training.layers[0] // layout.vpp
-        yield from ("--num-layers-per-virtual-pipeline-stage", str(each))
+        yield from (
+            "--num-layers-per-virtual-pipeline-stage",
+            f"{training.layers[0] // layout.vpp}",
+        )
     if training.recomputes:
         yield from ("--recompute-granularity", "full", "--recompute-method", "uniform")
         yield from ("--recompute-num-layers", "1")

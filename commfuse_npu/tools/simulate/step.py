@@ -40,8 +40,10 @@ _GRADIENT_BYTES = 4
 def _head(machine: Machine, shape: LayerShape, variant: Variant) -> list[float]:
     """Seconds of the output layer and the loss, forward and backward."""
     links = Links(machine, shape.ranks)
-    parts = (llama.head_forward, llama.head_backward)
-    return [simulate(links, variant, partial(part, shape=shape)).seconds for part in parts]
+    return [
+        simulate(links, variant, partial(part, shape=shape)).seconds
+        for part in (llama.head_forward, llama.head_backward)
+    ]
 
 
 class StepParts(NamedTuple):

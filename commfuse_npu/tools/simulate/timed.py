@@ -223,16 +223,15 @@ def show(rows: Sequence[Timed], hardware: Hardware, model: str, launch: str) -> 
         What was simulated: model, sequence length and number of NPUs.
     """
     first = best(rows)
+    job = first.training
     none = (
         f"No form fits {limit(hardware) / 2**30:.1f} GiB ({USABLE:.0%} of an NPU): choose larger "
         "sizes or full recomputation. The shortest"
     )
     verdict = "Recommended" if first.fits else none
-    share = ratio(first.training, hardware, len(first.seconds)).text("{:.2f}".format)
+    share = ratio(job, hardware, len(first.seconds)).text("{:.2f}".format)
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in first.memory._asdict().items())
-    tokens = first.training.model.seq_length
-    npus = first.training.layout.npus
-    title = f"{model}, {tokens} tokens, {npus} NPUs"
+    title = f"{model}, {job.model.seq_length} tokens, {job.layout.npus} NPUs"
     print(
         f"{verdict}: {first.name}, a step in {first.step}.",
         "",

@@ -118,7 +118,7 @@ class Training:
     @property
     def micro_batches(self) -> int:
         """Micro-batches per step and data-parallel replica."""
-        return self.model.global_batch_size // (self.model.micro_batch_size * self.layout.dp)
+        return self.model.micro_batches
 
     @property
     def tokens(self) -> int:

@@ -212,6 +212,7 @@ def test_a_configuration_is_the_launch_of_its_launcher(tmp_path: Path) -> None:
 
 SIZES = f"--nproc_per_node 8 {MODEL} {TP} --swiglu --bf16 --global-batch-size 16"
 FULL = "--recompute-granularity full --recompute-method"
+OVERLAPS = "--overlap-grad-reduce --overlap-param-gather"
 
 
 def training(options: str = "") -> Training:
@@ -258,12 +259,23 @@ def test_time_and_memory_follow_the_options() -> None:
 
 
 def test_gradients_that_do_not_overlap_are_exposed() -> None:
-    both = training("--overlap-grad-reduce --overlap-param-gather")
+    both = training(OVERLAPS)
     none = replace(both, overlaps=(False, False))
     forms = both, replace(both, overlaps=(False, True)), none, replace(none, distributed=False)
     steps = [TrainingStep(SERVER.machine(), form) for form in forms]
     times = [step.breakdown(REFERENCE).dp for step in steps]
     assert times == sorted(set(times)), "longer each time"
+
+
+def test_layers_without_operation_hide_no_transfers() -> None:
+    """The transfers of the other layers' gradients end as late, wherever those layers are."""
+    exposed = {
+        TrainingStep(SERVER.machine(), training(f"{OVERLAPS} --noop-layers {removed}"))
+        .breakdown(REFERENCE)
+        .dp
+        for removed in ("0,1", "2,3")
+    }
+    assert len(exposed) == 1
 
 
 DEEPSEEK_V3 = (
