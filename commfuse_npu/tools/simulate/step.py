@@ -4,11 +4,11 @@ Its chunks of layers are those of :mod:`.chunks`, the pipeline follows from its 
 data-parallel buckets overlap with the layers.  A step of 4,096 NPUs therefore costs hardly more to
 simulate than one of 8.
 
-With ``--overlap-grad-reduce`` and ``--overlap-param-gather`` the gradients of a bucket (fp32) are
-reduce-scattered during the backward of earlier layers, and its parameters (bf16) all-gathered
-during the forward of earlier layers.  Buckets are transferred one at a time; the end of the
-gradients and the start of the parameters remain exposed.  Reductions are free here: a collective
-adds while it copies.
+With ``--overlap-grad-reduce`` and ``--overlap-param-gather`` the gradients of a bucket (fp32, or
+fp16 with ``--fp16``) are reduce-scattered during the backward of earlier layers, and its parameters
+(bf16) all-gathered during the forward of earlier layers.  Buckets are transferred one at a time;
+the end of the gradients and the start of the parameters remain exposed.  Reductions are free here:
+a collective adds while it copies.
 
 Not modeled, for lack of figures: transfers of different groups do not slow each other down where
 they share links (between nodes they mostly do not), and switches do not block.
@@ -31,9 +31,6 @@ from commfuse_npu.tools.simulate.pipeline import one_forward_one_backward, side_
 from commfuse_npu.tools.simulate.rank import collective_seconds, simulate
 from commfuse_npu.tools.simulate.training import Training
 from commfuse_npu.tools.simulate.variants import COMPUTE_ONLY, Variant
-
-_GRADIENT_BYTES = 4
-"""Gradients are summed in fp32."""
 
 
 @lru_cache(1 << 14)
@@ -193,7 +190,7 @@ class TrainingStep(Chunks):
         (weight and two moments in fp32), reads the gradient and writes the bf16 weight."""
         training = self.training
         parameters = max(map(training.with_states, range(training.layout.pp)))
-        return self.machine.memory(parameters * (2 * 12 + _GRADIENT_BYTES + ITEM_BYTES))
+        return self.machine.memory(parameters * (2 * 12 + training.gradient_bytes + ITEM_BYTES))
 
 
 # ------------------------------------------------------------------------ buckets
@@ -214,7 +211,7 @@ def _exposed(training: Training, layers: Sequence[Weights], links: Links) -> tup
         [sum(layer[at] for layer in bucket) for bucket in order] for at in range(3)
     )
     shards = [math.ceil(numbers / links.size) for numbers in parameters]
-    out = [collective_seconds(links, shard * _GRADIENT_BYTES) for shard in shards]
+    out = [collective_seconds(links, shard * training.gradient_bytes) for shard in shards]
     back = [collective_seconds(links, shard * ITEM_BYTES) for shard in shards]
     late = exposed_end(backward, out) if training.overlaps[0] else sum(out)
     if not training.distributed:

@@ -265,6 +265,9 @@ def test_gradients_that_do_not_overlap_are_exposed() -> None:
     steps = [TrainingStep(SERVER.machine(), form) for form in forms]
     times = [step.breakdown(REFERENCE).dp for step in steps]
     assert times == sorted(set(times)), "longer each time"
+    # Those of --fp16 have two bytes each.
+    short = TrainingStep(SERVER.machine(), training(f"{OVERLAPS} --fp16")).breakdown(REFERENCE)
+    assert short.dp < times[0]
 
 
 def test_layers_without_operation_hide_no_transfers() -> None:
