@@ -245,13 +245,12 @@ def _recommend(arguments: argparse.Namespace) -> int:
     model = ModelConfig.load(path)
     if arguments.write:
         check_target(arguments.write)
-    recomputes = None if arguments.recompute is None else arguments.recompute == "full"
     asked = replace(
         model,
         seq_length=arguments.sequence_length or model.seq_length,
         micro_batch_size=arguments.micro_batch or model.micro_batch_size,
     )
-    fixed = Fixed(arguments.tp, arguments.cp, arguments.pp, recomputes)
+    fixed = Fixed(arguments.tp, arguments.cp, arguments.pp, arguments.recompute)
     try:
         rows, fitting = recommend(asked, hardware, arguments.npus or model.world_size, fixed)
     except NoLayoutError as error:

@@ -161,11 +161,11 @@ def _in_turns(machine: Machine, chunk: tuple[Layers, ...], *passes: Any) -> _Cos
     longest = max(chunk, key=lambda layers: layers.number)
     if longest.number <= _MOST:
         return _cost(machine, longest.shape.ranks, OVERLAP, take_turns, chunk, *passes)
-    at = chunk.index(longest)
-    costs = (
-        _in_turns(machine, (*chunk[:at], longest._replace(number=n), *chunk[at + 1 :]), *passes)
+    shorter = (
+        tuple(layers._replace(number=n) if layers is longest else layers for layers in chunk)
         for n in (_MOST, _FEW)
     )
+    costs = (_in_turns(machine, layers, *passes) for layers in shorter)
     share = (longest.number - _MOST) / (_MOST - _FEW)
     device, host = (most + share * (most - few) for most, few in zip(*costs, strict=True))
     return device, host

@@ -43,7 +43,7 @@ class Fixed(NamedTuple):
     tp: int | None = None
     cp: int | None = None
     pp: int | None = None
-    recomputes: bool | None = None
+    recompute: str | None = None
 
 
 def recommend(
@@ -76,7 +76,7 @@ def recommend(
         )
     machine = hardware.machine()
     most = limit(hardware)
-    choices = (False, True) if fixed.recomputes is None else (fixed.recomputes,)
+    choices = [fixed.recompute == "full"] if fixed.recompute else [False, True]
     refused = Counter[str]()
     candidates: list[Timed] = []
     for layout in _layouts(model, hardware, npus, fixed):

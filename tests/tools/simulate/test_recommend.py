@@ -182,7 +182,7 @@ def test_memory_decides_on_recomputation(gib: float, full: bool) -> None:
     assert ("--recompute-granularity" in words) is full
     if full:
         with pytest.raises(NoLayoutError, match="1 x more memory than an NPU has"):
-            recommend(model, small, 4, fixed=Fixed(**sizes, recomputes=False))
+            recommend(model, small, 4, fixed=Fixed(**sizes, recompute="none"))
 
 
 @pytest.mark.parametrize(
