@@ -118,7 +118,7 @@ def point(machine: str, model: str, tp: int, sequence: int, hosts: Sequence[int]
     Args:
         hosts: microseconds of host time per launch, of the steps.
     """
-    hardware = Hardware.load(find_config(machine, "hardware"))
+    hardware = Hardware.find(machine)
     setup = layer(model, tp, sequence)
     ordered = shares(replace(hardware, deterministic=True), setup, 1)
     result: Point = {"layer": shares(hardware, setup), "ordered": ordered}
@@ -139,7 +139,7 @@ def saved(layout: Sequence[str]) -> dict[str, Range]:
     """
     name, size, machine = layout
     model = name.lower().replace("llama ", "llama").replace(" ", "_")
-    hardware = Hardware.load(find_config(_MACHINES["A3" in machine], "hardware"))
+    hardware = Hardware.find(_MACHINES["A3" in machine])
     setup = layer(model, int(size.removeprefix("TP ")), 8192)
     corners = shares(hardware, setup, tuned=False)
     there = (form for form in RESULT_FORMS if form in corners[0])

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.drawing import Chart, draw
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.simulate.simulate_command import layer_picture
@@ -36,7 +35,7 @@ _COLORS = ("#c0392b", "#e59866", "#7fb3d5", "#2e86c1", "#a6acaf")
 
 def step() -> TrainingStep:
     """The simulated step of the picture ``forms``."""
-    hardware = Hardware.load(find_config(_HARDWARE, "hardware"))
+    hardware = Hardware.find(_HARDWARE)
     return TrainingStep(hardware.machine(), layers.layer(_MODEL, _TP, _TOKENS))
 
 

@@ -23,7 +23,6 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.hardware.machine import Machine
 from commfuse_npu.tools.launch_script import UsageError
@@ -212,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
         "--markdown", type=Path, metavar="FILE", help="put the tables into their section of FILE"
     )
     options = parser.parse_args(argv)
-    hardware = Hardware.load(find_config(_HARDWARE, "hardware"))
+    hardware = Hardware.find(_HARDWARE)
     results = list(measured(options.checkouts))
     steps = [result for result in results if isinstance(result, Measured)]
     left_out = [result for result in results if isinstance(result, str)]

@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", DOCS / "simulate.md", DOCS / "readme_zh.md"]
 
 
 def test_the_ratio_of_communication_to_computation() -> None:
-    hardware = Hardware.load(find_config("ascend_910b_server", "hardware"))
+    hardware = Hardware.find("ascend_910b_server")
     setup = training(ModelConfig.load(find_config("llama3_8b")), Layout(8, 1, 1, 1), 8192)
     assert ratio(setup, hardware).text("{:.2f}".format) == "0.55 (0.29 to 0.99)"
     assert "0.55, 0.29 to 0.99" in PAGE
@@ -43,6 +43,6 @@ def test_what_is_counted_is_as_many() -> None:
         assumed, total = map(int, re.findall(r"\d+", Hardware.load(path).assumed))
         row = rf"{total - assumed} of {total}.* \| beside each in `configs/hardware/{path.name}`"
         assert re.search(row, PAGE), path.name
-    server = Hardware.load(find_config("ascend_910b_server", "hardware"))
+    server = Hardware.find("ascend_910b_server")
     outputs = f"from {min_outputs_to_hide(server.machine(), 8):,} outputs on"
     assert outputs in (DOCS / "options.md").read_text("utf-8")

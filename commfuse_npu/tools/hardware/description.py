@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from commfuse_npu.launch.did_you_mean import did_you_mean
-from commfuse_npu.tools.config_file import ConfigError, read_config
+from commfuse_npu.tools.config_file import ConfigError, find_config, read_config
 from commfuse_npu.tools.hardware.machine import Level, LinkTopology, Machine
 
 Choice = Literal["favorable", "typical", "unfavorable"]
@@ -128,6 +128,11 @@ class Hardware:
     topologies: Mapping[str, LinkTopology]
     figures: Mapping[str, Figure] = field(repr=False)
     deterministic: bool = False
+
+    @classmethod
+    def find(cls, name: str) -> Hardware:
+        """:meth:`load` by a path, or by a name in ``configs/hardware``."""
+        return cls.load(find_config(name, "hardware"))
 
     @classmethod
     def load(cls, path: Path) -> Hardware:

@@ -170,7 +170,7 @@ def _planner(arguments: argparse.Namespace) -> Callable[..., LaunchPlan]:
     descriptions = {described(name) for name, _ in listed_npus(LocalMachine.this())} - {None}
     default = descriptions.pop() if len(descriptions) == 1 else None
 
-    load = cache(_hardware)
+    load = cache(Hardware.find)
 
     def plan(words: Sequence[str], config: Path | None = None) -> LaunchPlan:
         launch = ask_about(config, words, os.environ, arguments.nproc_per_node)
@@ -180,10 +180,6 @@ def _planner(arguments: argparse.Namespace) -> Callable[..., LaunchPlan]:
         return plan_launch(launch, load(name))
 
     return plan
-
-
-def _hardware(name: str) -> Hardware:
-    return Hardware.load(find_config(name, "hardware"))
 
 
 def _folder(arguments: argparse.Namespace, folder: Path, scripts: Sequence[Path]) -> int:
@@ -240,7 +236,7 @@ def _gain(item: tuple[str, LaunchPlan | str]) -> float:
 
 
 def _recommend(arguments: argparse.Namespace) -> int:
-    hardware = _hardware(arguments.hardware or _HARDWARE)
+    hardware = Hardware.find(arguments.hardware or _HARDWARE)
     path = find_config(arguments.model)
     model = ModelConfig.load(path)
     if arguments.write:

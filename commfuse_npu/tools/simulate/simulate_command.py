@@ -109,7 +109,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    hardware = Hardware.load(find_config(arguments.hardware, "hardware"))
+    hardware = Hardware.find(arguments.hardware)
     hardware = replace(hardware, deterministic=arguments.deterministic)
     if arguments.launch_us:
         hardware = hardware.launching(arguments.launch_us * 1e-6)

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.plan.asked_launch import AskedLaunch, ask_about
 
-SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
+SERVER = Hardware.find("ascend_910b_server")
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "llama3_8b.yaml"
 SIZES = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --vocab-size 512 --seq-length 64 "

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.hardware.description import Hardware
 from scripts.evidence import layers, steps
 from tests.tools.plan.launches import MODEL, TP
@@ -31,7 +30,7 @@ def test_measured_steps_stand_beside_simulated_ones(tmp_path: Path, capsys) -> N
 
     (step,) = steps.measured([checkout(tmp_path / "one", alpha_small=(LAUNCH, measured(1.0)))])
     assert isinstance(step, steps.Measured)
-    hardware = Hardware.load(find_config("ascend_910b_server", "hardware"))
+    hardware = Hardware.find("ascend_910b_server")
     machine, host = hardware.machine(), hardware.launching(5e-5).machine()
     unpadded = "--stage sft --no-pad-to-seq-lengths --data-path /data/alpaca/train"
     folder = checkout(

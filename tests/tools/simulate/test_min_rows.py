@@ -25,7 +25,7 @@ HOSTS = {118e-6: 128e-6, 15e-6: 40e-6}
 def compared(machine: str, model: str, tp: int, rows: int, launch: float) -> float:
     """Time of a layer with default options, fused at any length, over that in Megatron's order."""
     post = HOSTS[launch]
-    hardware = Hardware.load(find_config(machine, "hardware")).launching(launch).posting(post)
+    hardware = Hardware.find(machine).launching(launch).posting(post)
     described = ModelConfig.load(find_config(model))
     figures = hardware.machine()
     sizes = Layout(tp, 1, 1, 1)
@@ -43,7 +43,7 @@ def compared(machine: str, model: str, tp: int, rows: int, launch: float) -> flo
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_from_the_limit_on_the_default_is_not_slower(machine, tp, model, launch) -> None:
-    described = Hardware.load(find_config(machine, "hardware"))
+    described = Hardware.find(machine)
     assert described.typical("host.post_overhead") == POST_SECONDS, "of one that is not measured"
     hidden = ModelConfig.load(find_config(model)).hidden_size
     limit = min_rows_to_fuse(tp, hidden, HOSTS[launch])

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_npu.tools.config_file import find_config
 from commfuse_npu.tools.hardware.description import Hardware
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate import llama
@@ -143,7 +142,7 @@ def test_passes_launch_all_but_the_unread_tail() -> None:
 @pytest.mark.parametrize("name", ["ascend_910b_server", "ascend_910c_supernode"])
 def test_layers_take_hardly_longer_than_work_or_transfers(name: str) -> None:
     """Host time, and slower computation and transfers beside each other, left out."""
-    machine = Hardware.load(find_config(name, "hardware")).machine()
+    machine = Hardware.find(name).machine()
     inside = replace(machine.inside, beside_work=1.0)
     machine = replace(machine, transfer_slowdown=0.0, launch_overhead=0.0, inside=inside)
     for model, tp, tokens in product(("llama2_7b", "llama3_8b"), (2, 8), (4096, 32768)):

@@ -28,7 +28,7 @@ from commfuse_npu.tools.simulate.training import Layout, Training, training
 from commfuse_npu.tools.simulate.variants import MC2, OVERLAP, Variant, forms
 from tests.launchers.launching import dry_run
 
-SERVER = Hardware.load(find_config("ascend_910b_server", "hardware"))
+SERVER = Hardware.find("ascend_910b_server")
 LLAMA3_8B = ModelConfig.load(find_config("llama3_8b"))
 LLAMA3_70B = ModelConfig.load(find_config("llama3_70b"))
 WIDE = replace(LLAMA3_8B, num_query_groups=32)
