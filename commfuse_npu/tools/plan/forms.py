@@ -58,9 +58,9 @@ class Form:
     adds: str
     without: str
     timed: Timed | None
-    obstacle: str = ""
-    remark: str = ""
-    used: bool = False
+    obstacle: str
+    remark: str
+    used: bool
 
     @property
     def seconds(self) -> float:

@@ -92,7 +92,7 @@ class LaunchPlan:
             others = (
                 other
                 for other in timed
-                if other is self.reference or (other.flags and has_more(form.flags, other.flags))
+                if other is self.reference or has_more(form.flags, other.flags)
             )
             if form is self.now or all(saves(form.seconds, other.seconds) for other in others):
                 return form
@@ -168,17 +168,20 @@ class LaunchPlan:
 
     def __str__(self) -> str:
         total = self.hardware.typical("npu.hbm_bytes") / 2**30
+        than = "now" if self.reference.used else self.reference.name
         lines = [
             f"{self.name}: {self.layout}, on {self.hardware.name}; "
-            f"{self.usable:.1f} of {total:.0f} GiB of an NPU are usable"
+            f"{self.usable:.1f} of {total:.0f} GiB of an NPU are usable",
+            *(f"error: {problem}" for problem in self.problems),
+            *(f"Note: {note}." for note in self.notes),
+            "",
+            table_row(("form", "ms", f"less time than {than}", "GiB", "note")),
+            "|---|---:|---:|---:|---|",
+            *(table_row(self._cells(form)) for form in self.forms),
+            "",
+            *filter(None, [self.step]),
+            _LEGEND,
         ]
-        lines += [f"error: {problem}" for problem in self.problems]
-        lines += [f"Note: {note}." for note in self.notes]
-        than = "now" if self.reference.used else self.reference.name
-        head = table_row(("form", "ms", f"less time than {than}", "GiB", "note"))
-        lines += ["", head, "|---|---:|---:|---:|---|"]
-        lines += [table_row(self._cells(form)) for form in self.forms]
-        lines += ["", *filter(None, [self.step]), _LEGEND]
         refused = any(form.obstacle for form in self.forms if form.flags == "--use-commfuse")
         if self.layers and not refused:
             lines += ["", f"Layers with --use-commfuse, forward, per rank ({self.schedule}):"]

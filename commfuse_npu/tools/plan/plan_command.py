@@ -107,9 +107,9 @@ def main(words: Sequence[str]) -> int:
     """Run the subcommand; the exit codes are those that ``--help`` lists."""
     parser = _parser()
     # Split here, because versions of argparse treat the two dashes differently.
-    end = list(words).index("--") if "--" in words else len(words)
+    end = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:end])
-    launch = list(words[end + 1 :])
+    launch = words[end + 1 :]
     recommends = options.model is not None
     if bool(options.what is not None or launch) == recommends:
         parser.error("give a launch script, a folder of scripts or profiles, or --model NAME")
@@ -158,7 +158,7 @@ def _launch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             raise UsageError(f"{path} is no launch script by its name; {way_out}")
     tell(f"reading what {path or 'the command'} starts")
     plan = _planner(arguments)(words, config)
-    print(plan.verdict, "", plan, sep="\n")
+    print(f"{plan.verdict}\n\n{plan}")
     write_figures(arguments.json, plan.as_json())
     return int(bool(plan.problems))
 
@@ -169,15 +169,15 @@ def _planner(arguments: argparse.Namespace) -> Callable[..., LaunchPlan]:
     read once."""
     descriptions = {described(name) for name, _ in listed_npus(LocalMachine.this())} - {None}
     default = descriptions.pop() if len(descriptions) == 1 else None
-
     load = cache(Hardware.find)
 
     def plan(words: Sequence[str], config: Path | None = None) -> LaunchPlan:
         launch = ask_about(config, words, os.environ, arguments.nproc_per_node)
         # A server of an A3 has 16 NPUs, one of an A2 has 8.
         a3 = launch.config.npus_per_node == 16 or any(map(_SAYS_A3.search, words))
-        name = arguments.hardware or default or (_A3 if a3 else _HARDWARE)
-        return plan_launch(launch, load(name))
+        return plan_launch(
+            launch, load(arguments.hardware or default or (_A3 if a3 else _HARDWARE))
+        )
 
     return plan
 
@@ -255,7 +255,7 @@ def _recommend(arguments: argparse.Namespace) -> int:
     plan = planned(model, hardware, first.training, first.form)
     launch = " \\\n    ".join(wrap(" ".join(options(model, plan)), 72, break_on_hyphens=False))
     show(rows, hardware, path.stem, f"Options of pretrain_gpt.py:\n\n    {launch}")
-    print("", f"{fitting}.", sep="\n")
+    print(f"\n{fitting}.")
     launcher = f"CONFIG={arguments.write} bash scripts/launch_pretraining.sh"
     written = partial(write_plan, plan=plan, row=first, hardware=hardware)
     # First the file that a launch needs.

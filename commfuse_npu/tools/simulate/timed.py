@@ -158,7 +158,7 @@ def best(rows: Sequence[Timed]) -> Timed:
             other
             for other in launched
             if other.fits == row.fits and other.training.layout == row.training.layout
-            if other.form.flags and has_more(row.form.flags, other.form.flags)
+            if has_more(row.form.flags, other.form.flags)
         )
         return all(saves(row.typical, other.typical) for other in fewer)
 
@@ -171,8 +171,8 @@ def saves(seconds: float, than: float) -> bool:
 
 
 def has_more(flags: str, than: str) -> bool:
-    """Whether flags are others and more."""
-    return {*than.split()} < {*flags.split()}
+    """Whether flags are some others and more."""
+    return set() < {*than.split()} < {*flags.split()}
 
 
 def table(rows: Sequence[Timed]) -> str:
@@ -233,18 +233,11 @@ def show(rows: Sequence[Timed], hardware: Hardware, model: str, launch: str) -> 
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in first.memory._asdict().items())
     title = f"{model}, {job.model.seq_length} tokens, {job.layout.npus} NPUs"
     print(
-        f"{verdict}: {first.name}, a step in {first.step}.",
-        "",
-        f"- Communication / computation of a layer, plain: {share}.",
-        f"- Memory of the fullest NPU, GiB: {parts}.",
-        "",
-        launch,
-        "",
+        f"{verdict}: {first.name}, a step in {first.step}.\n\n"
+        f"- Communication / computation of a layer, plain: {share}.\n"
+        f"- Memory of the fullest NPU, GiB: {parts}.\n\n{launch}\n\n"
         f"{title} of {hardware.name}. Simulated, not measured. {hardware.assumed} of "
         f"{hardware.path.name} have no public source at all; ranges are over its uncertainty. "
-        f"Less time: than the reference. Tokens/s: per NPU. {LEGEND}",
-        "",
-        table(rows),
-        sep="\n",
+        f"Less time: than the reference. Tokens/s: per NPU. {LEGEND}\n\n{table(rows)}"
     )
     return title
