@@ -243,12 +243,11 @@ def _report(steps: Sequence[Step]) -> Iterator[str]:
             "at level 1; in MindSpeed-LLM: --profile-level level1."
         )
     yield "\nIn ms. Exposed: a transfer runs and no kernel does; then its parts, and the bounds."
-    columns = "length", "computing", "communication", "exposed"
-    names = list(dict.fromkeys(name for step in steps for name in step["parts"]))
-    yield table_head(("rank, step", *columns, *names, *_FORMS))
+    parts = dict.fromkeys(name for step in steps for name in step["parts"])
+    columns = ("length", "computing", "communication", "exposed", *parts, *_FORMS)
+    yield table_head(("rank, step", *columns))
     for step in steps:
-        figures = [step[name] for name in columns] + [step["parts"].get(name) for name in names]
-        figures += step["bounds"].values()
-        row = ("-" if figure is None else f"{figure:.1f}" for figure in figures)
+        figures = step | step["parts"] | step["bounds"]
+        row = (f"{figures[name]:.1f}" if name in figures else "-" for name in columns)
         yield table_row([f"{step['rank']}, {step['step']}", *row])
     yield _BOUNDS
