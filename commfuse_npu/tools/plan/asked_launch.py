@@ -235,7 +235,6 @@ def training_of(launch: AskedLaunch) -> Training:
     granularity = options.text("--recompute-granularity")
     if granularity not in (None, "full", "selective"):
         raise UsageError(f"--recompute-granularity is {granularity!r}; give full or selective")
-    recomputes = granularity == "full"
     shape = layer_shape(
         model,
         head=options.number("--kv-channels", 0),
@@ -250,9 +249,8 @@ def training_of(launch: AskedLaunch) -> Training:
         model,
         shape,
         kinds,
-        recomputes,
+        _recomputed(launch) if granularity == "full" else 0,
         vpp=launch.chunks,
-        recomputed=_recomputed(launch) if recomputes else None,
         distributed="--use-distributed-optimizer" in options,
         overlaps=("--overlap-grad-reduce" in options, "--overlap-param-gather" in options),
         reuses="--reuse-fp32-param" in options,
@@ -275,12 +273,12 @@ def in_use(options: Options, flags: str) -> bool:
     )
 
 
-def _recomputed(launch: AskedLaunch) -> int | None:
-    """Number of layers per stage whose forward is run again; ``None``: all."""
+def _recomputed(launch: AskedLaunch) -> int:
+    """Number of layers per stage whose forward is run again; at most all."""
     options = launch.options
     layers = options.number("--recompute-num-layers", 1)
     if options.text("--recompute-method") != "block":
-        return None
+        return launch.config.num_layers
     return layers if "--enable-recompute-layers-per-pp-rank" in options else layers * launch.chunks
 
 

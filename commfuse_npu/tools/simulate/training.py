@@ -38,10 +38,8 @@ class Training:
         model: with the layout, the sequence length and the batch of this training.
         shape: of a layer; its experts only in layers of this kind.
         kinds: of each layer of the model.
-        recomputes: whether full recomputation runs each layer's forward again before its backward.
+        recomputed: number of layers per stage whose forward is run again before their backward.
         vpp: chunks of layers per pipeline stage; they divide the layers of every stage.
-        recomputed: with full recomputation, number of layers per stage whose forward is run again;
-            ``None``: all.
         distributed: whether optimizer states are divided over the data-parallel ranks.
         overlaps: whether gradients are reduced during the backward, and parameters gathered during
             the forward.
@@ -54,9 +52,8 @@ class Training:
     model: ModelConfig
     shape: LayerShape
     kinds: tuple[Kind, ...]
-    recomputes: bool = False
+    recomputed: int = 0
     vpp: int = 1
-    recomputed: int | None = None
     distributed: bool = True
     overlaps: tuple[bool, bool] = (True, True)
     reuses: bool = False
@@ -96,16 +93,18 @@ class Training:
         """:meth:`by_shape` of a pipeline stage."""
         return self.by_shape(sum(self.places[stage :: self.layout.pp], Counter[Kind]()))
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether any layers are recomputed."""
+        return self.recomputed > 0
+
     def recomputed_layers(self, place: int) -> int:
         """Number of a chunk's layers whose forward is run again in the backward.
 
         MindSpeed spreads those of a stage over its chunks.
         """
-        layers = self.places[place].total()
-        if not self.recomputes or self.recomputed is None:
-            return layers if self.recomputes else 0
         later_chunks = self.vpp - 1 - place // self.layout.pp
-        return min(layers, (self.recomputed + later_chunks) // self.vpp)
+        return min(self.places[place].total(), (self.recomputed + later_chunks) // self.vpp)
 
     @property
     def recomputes_all(self) -> bool:
@@ -263,4 +262,5 @@ def training(
     fitted.validate()
     dense: Kind = "dense"
     kinds = (dense,) * fitted.num_layers
-    return Training(fitted, layer_shape(fitted), kinds, recomputes, layout.vpp)
+    recomputed = fitted.num_layers if recomputes else 0
+    return Training(fitted, layer_shape(fitted), kinds, recomputed, layout.vpp)

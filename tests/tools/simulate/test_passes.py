@@ -146,8 +146,9 @@ def test_layers_take_hardly_longer_than_work_or_transfers(name: str) -> None:
     inside = replace(machine.inside, beside_work=1.0)
     machine = replace(machine, transfer_slowdown=0.0, launch_overhead=0.0, inside=inside)
     for model, tp, tokens in product(("llama2_7b", "llama3_8b"), (2, 8), (4096, 32768)):
-        step = TrainingStep(machine, replace(layer(model, tp, tokens), recomputes=True))
-        kept = TrainingStep(machine, layer(model, tp, tokens)).chunk(OVERLAP, 0).pair
+        job = layer(model, tp, tokens)
+        step = TrainingStep(machine, replace(job, recomputed=job.model.num_layers))
+        kept = TrainingStep(machine, job).chunk(OVERLAP, 0).pair
         full, shape = step.chunk(OVERLAP, 0), step.training.shape
         forward, backward, again = step.layer_time(COMPUTE_ONLY)
         again -= machine.gemm(tokens, shape.feed_forward // tp, shape.hidden)

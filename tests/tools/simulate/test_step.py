@@ -164,7 +164,7 @@ def test_stage_transfers_and_recomputations_lengthen_a_pipeline() -> None:
     assert step.breakdown(MEGATRON).pp == pytest.approx(
         2 * 3 * (inside.latency + 4096 / 2 * 2 * H / inside.rate)
     )
-    full = replace(step, training=replace(job, recomputes=True))
+    full = replace(step, training=replace(job, recomputed=LAYERS))
     chain = (4 - 1 + 4) * LAYERS / 4  # the longest of stages and micro-batches
     more = full.time(COMPUTE_ONLY) - step.time(COMPUTE_ONLY)
     assert more == pytest.approx(chain * step.layer_time(COMPUTE_ONLY).forward)
