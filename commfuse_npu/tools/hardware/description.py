@@ -159,9 +159,7 @@ class Hardware:
         topologies = {
             level: content[level]["topology"] for level in _TOPOLOGIES if level in content
         }
-        return cls(
-            path, content["name"], **whole, topologies=topologies, figures=figures
-        )
+        return cls(path, content["name"], **whole, topologies=topologies, figures=figures)
 
     def posting(self, seconds: float) -> Hardware:
         """A copy whose host takes ``seconds`` to post a batch and to wait for it."""

@@ -254,7 +254,7 @@ def training_of(launch: AskedLaunch) -> Training:
         distributed="--use-distributed-optimizer" in options,
         overlaps=("--overlap-grad-reduce" in options, "--overlap-param-gather" in options),
         reuses="--reuse-fp32-param" in options,
-        gradient_bytes=2 if "--fp16" in options else 4,
+        gradient_bytes=2 if {"--fp16", "--grad-reduce-in-bf16"} & {*options.names} else 4,
         batch_launches=_BATCH if options.text("--stage") == "sft" else 0,
         shapes="--no-pad-to-seq-lengths" in options,
     )

@@ -24,6 +24,7 @@ from commfuse_npu.launch.refusals import (
     missing,
 )
 from commfuse_npu.plan import min_rows_to_fuse
+from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.tools.launch_script.option_words import Options
 from commfuse_npu.tools.plan.asked_launch import AskedLaunch
 
@@ -155,10 +156,9 @@ def _paired(launch: AskedLaunch) -> float | None:
     chunks = launch.chunks
     if chunks > 1 and config.micro_batches % stages:
         return None
-    forwards = config.micro_batches * chunks
-    # Of the first stage, which has the most before its first backward.
-    alone = stages * (chunks + 1) - 1
-    return max(0, forwards - alone) / max(1, forwards)
+    # The first stage has the most forwards before its first backward.
+    paired, forwards = paired_microbatches(slots(stages, 0, chunks, config.micro_batches))
+    return paired / max(1, forwards)
 
 
 # ------------------------------------------------------------------ linear layers

@@ -1,11 +1,11 @@
 """Device memory of a training step by purpose, to decide whether a layout fits.
 
-Per parameter of an NPU: 2 bytes of weight (bf16), 4 of gradient (fp32; 2 with ``--fp16``), and 12
-of Adam (master weight and two moments in fp32; 10 with ``--reuse-fp32-param``, whose master weights
-keep only the bits that the bf16 weights lack), divided over the data-parallel ranks by Megatron's
-distributed optimizer.  With LoRA only adapters have gradients and optimizer states; their narrow
-activations are not counted.  Activations per layer and micro-batch are what its backward needs, in
-bf16::
+Per parameter of an NPU: 2 bytes of weight (bf16), 4 of gradient (fp32; 2 with ``--fp16`` or
+``--grad-reduce-in-bf16``), and 12 of Adam (master weight and two moments in fp32; 10 with
+``--reuse-fp32-param``, whose master weights keep only the bits that the bf16 weights lack), divided
+over the data-parallel ranks by Megatron's distributed optimizer.  With LoRA only adapters have
+gradients and optimizer states; their narrow activations are not counted.  Activations per layer and
+micro-batch are what its backward needs, in bf16::
 
     rows / tp * 2 * (4 H       the inputs of both norms, qkv and fc1, split along the sequence
                      + QKV     queries, keys, values

@@ -4,11 +4,11 @@ Its chunks of layers are those of :mod:`.chunks`, the pipeline follows from its 
 data-parallel buckets overlap with the layers.  A step of 4,096 NPUs therefore costs hardly more to
 simulate than one of 8.
 
-With ``--overlap-grad-reduce`` and ``--overlap-param-gather`` the gradients of a bucket (fp32, or
-fp16 with ``--fp16``) are reduce-scattered during the backward of earlier layers, and its parameters
-(bf16) all-gathered during the forward of earlier layers.  Buckets are transferred one at a time;
-the end of the gradients and the start of the parameters remain exposed.  Reductions are free here:
-a collective adds while it copies.
+With ``--overlap-grad-reduce`` and ``--overlap-param-gather`` the gradients of a bucket (fp32, or 16
+bits with ``--fp16`` or ``--grad-reduce-in-bf16``) are reduce-scattered during the backward of
+earlier layers, and its parameters (bf16) all-gathered during the forward of earlier layers.
+Buckets are transferred one at a time; the end of the gradients and the start of the parameters
+remain exposed.  Reductions are free here: a collective adds while it copies.
 
 Not modeled, for lack of figures: transfers of different groups do not slow each other down where
 they share links (between nodes they mostly do not), and switches do not block.

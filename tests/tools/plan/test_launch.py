@@ -252,7 +252,8 @@ def test_time_and_memory_follow_the_options() -> None:
     assert bytes_of(full)[3] < activations
     assert bytes_of(replace(plain, distributed=False))[2] == adam * plain.layout.dp
     assert bytes_of(replace(plain, reuses=True))[2] == adam * 10 / 12
-    assert bytes_of(training("--fp16"))[:2] == (weights, weights)
+    for option in ("--fp16", "--grad-reduce-in-bf16"):
+        assert bytes_of(training(option))[:2] == (weights, weights)
     needs = footprint(plain, MEGATRON, SERVER)
     state = needs.weights + needs.gradients
     assert needs.first_step == state + max(needs.optimizer / 3 + needs.activations, needs.optimizer)
