@@ -122,10 +122,10 @@ class Rendezvous:
     """A simulation of scripts.
 
     Args:
-        opened: the open links, to which the simulation adds those it opens; ``None``: all are open.
+        opened: the open links, to which the simulation adds those it opens.
     """
 
-    def __init__(self, scripts: Sequence[Script], *, opened: set[_Link] | None = None) -> None:
+    def __init__(self, scripts: Sequence[Script], opened: set[_Link]) -> None:
         self._scripts = scripts
         self._opened = opened
         self._came: defaultdict[_Link, set[int]] = defaultdict(set)
@@ -170,15 +170,13 @@ class Rendezvous:
             return False
         for link, pair, _ in self._closed(action):
             self._came[link].add(rank)
-            if self._came[link] == pair and self._opened is not None:
+            if self._came[link] == pair:
                 self._opened.add(link)
         return not any(self._closed(action))
 
     def _closed(self, action: PostBatch) -> Iterator[tuple[_Link, set[int], TransferEnd]]:
         """The closed links that a batch needs, each with its two ranks and the end to transfer."""
         ranks = action.group.ranks
-        if self._opened is None:
-            return
         for end in action.ends:
             low, high = sorted((ranks[end.transfer.source], ranks[end.transfer.target]))
             link = action.group, (action.lane, low, high)
@@ -239,8 +237,7 @@ class Rendezvous:
             end = f"and nothing more is known of rank {place[0]}"
         else:
             end = f"and rank {place[0]} has nothing more to do"
-        state = "warm" if self._opened is None else "cold"
-        return Stuck(f"deadlock ({state}): {'; '.join(texts)}; {end}", certain)
+        return Stuck(f"deadlock: {'; '.join(texts)}; {end}", certain)
 
     def _wait_of(self, place: _Place) -> tuple[str, _Place] | None:
         """What the first batch of a lane, else the host, waits for, and at which place."""

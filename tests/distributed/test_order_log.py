@@ -115,7 +115,7 @@ def test_a_run_that_failed_says_who_waits_for_whom(ranks, tmp_path) -> None:
     ranks(2).run(record, str(tmp_path), hangs)
     result = verify_logs([tmp_path])
     assert any("a transport of rank 0 broke" in note for note in result.notes)
-    assert re.search("deadlock .*rank 0 waits .*rank 1 has nothing more to do", result.faults[0])
+    assert re.search("deadlock.*rank 0 waits .*rank 1 has nothing more to do", result.faults[0])
     assert "rank 1 lacks operation 1 (all_gather_linear)" in "".join(result.faults)
 
 

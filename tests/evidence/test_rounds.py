@@ -41,7 +41,7 @@ def timed(reached: float | None = 0.96, **totals: list[float]) -> Times:
     ]
 
 
-@pytest.mark.parametrize(("work", "collectives"), [("mlp", 5), ("micro-batches", 160)])
+@pytest.mark.parametrize(("work", "collectives"), [("mlp", 5), ("layers", 20)])
 def test_what_a_pair_exchanges(work: str, collectives: int) -> None:
     assert WORKS[work].bytes_per_pair(scale_of("llama3_8b", 2)) == 1024 * 512 * 4 * collectives
     assert scale_of("llama3_8b", 3).rows == 2016
@@ -72,8 +72,7 @@ class Asked:
 def test_forms_are_checked_and_timed_in_shuffled_rounds(monkeypatch) -> None:
     monkeypatch.setattr(rounds.os, "cpu_count", lambda: 2)
     asked, scale = Asked(), scale_of("llama3_8b", 2)
-    rows = time_forms(asked, scale, "mlp", 0.5, ["ours-c4", "auto", "fb-overlap"], 5)
-    # An MLP alone has no other micro-batch to overlap with.
+    rows = time_forms(asked, scale, "mlp", 0.5, ["ours-c4", "auto"], 5)
     names = ["compute", "p2p", "ours-c4", "auto"]
     assert [row["form"] for row in rows] == names
     assert asked.calls[0] == ("set_up", None), "real GEMMs: a core for each rank"
@@ -97,9 +96,9 @@ def test_forms_are_checked_and_timed_in_shuffled_rounds(monkeypatch) -> None:
 def test_gemms_of_more_ranks_than_cores_sleep(monkeypatch) -> None:
     monkeypatch.setattr(rounds.os, "cpu_count", lambda: 1)
     asked = Asked()
-    rows = time_forms(asked, scale_of("llama3_8b", 2), "micro-batches", 0.0, ["fb-overlap"], 1)
+    rows = time_forms(asked, scale_of("llama3_8b", 2), "layers", 0.0, ["megatron"], 1)
     assert asked.calls[0] == ("set_up", 15.0)
-    assert [row["form"] for row in rows] == ["compute", "p2p", "fb-overlap"]
+    assert [row["form"] for row in rows] == ["compute", "p2p", "megatron"]
     assert not asked.of("pace", "messages")
 
 
@@ -145,7 +144,7 @@ def test_the_command_prints_a_table_per_ratio(tmp_path: Path, capsys, monkeypatc
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--works mlp,mpl", "'mpl' is unknown; choose from mlp, layers, micro-batches, recomputed"),
+        ("--works mlp,mpl", "'mpl' is unknown; choose from mlp, layers"),
         ("--ratios nan", "--ratios: 'nan': ratios are numbers from 0 to 100"),
         ("--config no_such", "'no_such' is neither a file nor one of"),
     ],

@@ -104,7 +104,7 @@ def _hold_together(
         for rank in ranks
         for actions in (rank.actions or {0: []}).values()
     ]
-    stuck = Rendezvous(scripts, opened=links).simulate()
+    stuck = Rendezvous(scripts, links).simulate()
     if stuck is not None and stuck.certain:
         faults.insert(0, stuck.text)
     elif stuck is not None:

@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from commfuse_npu.overlap.transfers import handing_over
 from commfuse_npu.plan import split
 from commfuse_npu.plan.rules import ColumnBackward, Piece
 from commfuse_npu.runtime.collective_transport import CollectiveRun, CollectiveTransport
@@ -50,8 +49,6 @@ class Baseline(CollectiveTransport):
         ]
 
     # [s, F] of every rank to [n * s, F]; the sum of [n * s, F] over the ranks to [s, F].
-    # In forward-backward overlap, both sides take turns at them as at torch's own.
-    @handing_over
     def all_gather(
         self, out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> Any:
@@ -63,7 +60,6 @@ class Baseline(CollectiveTransport):
         exchange = _ExchangeWork(self, works)
         return exchange if async_op else exchange.wait()
 
-    @handing_over
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> Any:
@@ -93,8 +89,6 @@ class _ExchangeWork:
         self._finish = finish
 
     def wait(self) -> None:
-        if not self._works:  # waited for already, when the overlap recorded its time
-            return
         start = time.perf_counter()
         for work in self._works:
             work.wait()

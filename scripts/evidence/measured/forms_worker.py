@@ -8,8 +8,6 @@
 ``ours-cK``       this project's ops, K chunks per block, as many lanes as peers
 ``auto``          the same with the schedule, or the plain path, that :mod:`commfuse_npu.ops.tuning`
                   measures as the fastest over these links
-``fb-overlap``    a forward overlapped with the backward of the previous micro-batch, with the
-                  transfers of ``megatron``
 ``compute``       :class:`.Computation`, measured in every round
 ================  ================================================================================
 
@@ -19,7 +17,7 @@ width, ``A`` and ``G`` its query and key heads, ``D`` features of a head.  Micro
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -27,7 +25,6 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from commfuse_npu.ops import (
     LinearOptions,
@@ -37,7 +34,6 @@ from commfuse_npu.ops import (
 )
 from commfuse_npu.ops.attention_runs import AttentionRuns
 from commfuse_npu.ops.tuning import Tuning, decisions
-from commfuse_npu.overlap import ForwardBackwardOverlap
 from commfuse_npu.plan import Schedule, split
 from commfuse_npu.runtime.transport import Transport
 from commfuse_npu.tools.measure.measuring_steps import Scale
@@ -58,7 +54,6 @@ _RUNS = 8
 """Runs of queries in the attention of baselines, a kernel each.  As in the fused form, masked parts
 are skipped; the number equals the blocks of eight ranks."""
 
-_Call = Callable[[], Any]
 _Weights = dict[str, torch.Tensor]
 
 
@@ -69,25 +64,9 @@ class LayerForm:
         self,
         transport: Transport | Baseline,
         options: LinearOptions = LinearOptions(),
-        overlap: ForwardBackwardOverlap | None = None,
     ) -> None:
         self.transport = transport
-        self._overlap = overlap
         self.of: dict[str, Any] = {"group": transport, "options": options}
-
-    def pair(self, forward: _Call, backward: _Call) -> Any:
-        """Run the forward of one micro-batch and the backward of another; return the output."""
-        if self._overlap is not None:
-            return self._overlap.run(forward, backward)[0]
-        backward()
-        return forward()
-
-    def backward(self, backward: _Call) -> None:
-        """Run the last backward."""
-        if self._overlap is not None:
-            self._overlap.run_together(backward=backward)
-        else:
-            backward()
 
 
 class _Attention(torch.autograd.Function):
@@ -127,9 +106,6 @@ def form_of(name: str, transport: Transport) -> LayerForm:
             return LayerForm(transport, LinearOptions(schedule, tuning=Tuning()))
         case ["slices", slices]:
             return LayerForm(Baseline(transport, partial(Sliced, slices=int(slices))))
-        case ["fb", "overlap"]:
-            order = Baseline(transport, MegatronOrder)
-            return LayerForm(order, overlap=ForwardBackwardOverlap([order.group], states=()))
     runs = {COMPUTE: Computation, REFERENCE: Blocking, "megatron": MegatronOrder}
     return LayerForm(Baseline(transport, runs[name]))
 
@@ -144,7 +120,6 @@ class Work:
     """
 
     def __init__(self, name: str, scale: Scale, *, rank: int) -> None:
-        self._kind = WORKS[name]
         self._generator = torch.Generator().manual_seed(rank)
         size = scale.ranks
         hidden = scale.hidden
@@ -155,7 +130,7 @@ class Work:
         ffn = scale.ffn // size
         inner = self._heads * scale.head
         self._layers: list[_Weights] = []
-        for _ in range(self._kind.layers):
+        for _ in range(WORKS[name].layers):
             weights = {
                 "gate_up": self._draw(2 * ffn, hidden, scale=hidden**-0.5),
                 "down": self._draw(hidden, ffn, scale=scale.ffn**-0.5),
@@ -174,22 +149,11 @@ class Work:
         leaves = [self._x, *(weight for layer in self._layers for weight in layer.values())]
         for leaf in leaves:
             leaf.grad = None
-        y = self._forward(form)
-        for _ in range(self._kind.micro_batches - 1):
-            forward = partial(self._forward, form)
-            backward = partial(y.backward, self._grad)
-            y = form.pair(forward, backward)
-        form.backward(partial(y.backward, self._grad))
-        return [y.detach(), *(leaf.grad for leaf in leaves)]
-
-    def _forward(self, form: LayerForm) -> torch.Tensor:
         y = self._x
         for weights in self._layers:
-            if self._kind.recomputes:
-                y = checkpoint(self._layer, form, y, weights, use_reentrant=True)
-            else:
-                y = self._layer(form, y, weights)
-        return y
+            y = self._layer(form, y, weights)
+        y.backward(self._grad)
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
 
     def _draw(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=self._generator) * scale).requires_grad_()
@@ -252,7 +216,7 @@ class FormsWorker(Worker):
         0 if all are equal, infinite if one is not a number.  GEMMs are real, except that a form
         which tunes itself runs before as it will be timed.  It also warms up.
         """
-        if name in TUNED:
+        if name == TUNED:
             with self._gemms():
                 self._work.run(self._forms[name])
         if not self._reference:

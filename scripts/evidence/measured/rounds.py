@@ -37,7 +37,7 @@ def time_forms(
     Args:
         ratio: time of the transfers on the links / time of the computation alone, for which the
             links get a rate; 0 for none.
-        names: of forms, besides the reference; those for several micro-batches need some.
+        names: of forms, besides the reference.
 
     Returns:
         A row per form, and one of ``compute``, the workload without any communication: of each
@@ -50,11 +50,7 @@ def time_forms(
     """
     kind = WORKS[work]
     label = f"{work}, ratio {ratio:g}"
-    forms = [
-        form
-        for form in NAMES
-        if form in (REFERENCE, *names) and (form != "fb-overlap" or kind.micro_batches > 1)
-    ]
+    forms = [form for form in NAMES if form in (REFERENCE, *names)]
     sleeps = scale.ranks > (os.cpu_count() or 1)
     ask("set_up", work, scale, _GFLOPS if sleeps else None)
     reached = None

@@ -17,10 +17,10 @@ _BLOCK = 16
 
 COMPUTE = "compute"
 REFERENCE = "p2p"
-TUNED = "auto", "fb-overlap"
+TUNED = "auto"
 NAMES = (
     *(REFERENCE, "slices-2", "slices-4", "slices-8", "megatron", "ours-c1", "ours-c4", "ours-c8"),
-    *TUNED,
+    TUNED,
 )
 """The forms that can be compared (:mod:`.forms_worker`), the reference first."""
 
@@ -42,31 +42,22 @@ class WorkKind(NamedTuple):
     Attributes:
         pairs: number of column-parallel layers, each followed by a row-parallel one.
         layers: number of layers, each with its own weights.
-        micro_batches: number of forwards and backwards per run.
-        recomputes: whether a backward recomputes each layer, by torch's reentrant checkpoint.
     """
 
     pairs: int
     layers: int = 1
-    micro_batches: int = 1
-    recomputes: bool = False
 
     def bytes_per_pair(self, scale: Scale) -> int:
         """Bytes that one rank sends to another in one run, in fp32.
 
         A pair of layers has five collectives over blocks of ``[s, H]``: the backward of the first
-        gathers its input again instead of keeping N times the memory (as Megatron does).  A
-        recomputation runs the two of the forward again.
-        """
+        gathers its input again instead of keeping N times the memory (as Megatron does)."""
         block = scale.rows // scale.ranks * scale.hidden * 4
-        collectives = 7 if self.recomputes else 5
-        return block * collectives * self.pairs * self.micro_batches
+        return block * 5 * self.pairs
 
 
 WORKS: Mapping[str, WorkKind] = {
     "mlp": WorkKind(1),
     "layers": WorkKind(4, 2),
-    "micro-batches": WorkKind(4, 2, 8),
-    "recomputed": WorkKind(4, 2, 8, recomputes=True),
 }
-"""An MLP, two layers, and eight micro-batches of two layers, kept or recomputed."""
+"""An MLP, and two layers."""
