@@ -241,14 +241,15 @@ class Running:
         start = time.perf_counter()
         for step in wait.steps:
             works = self._posted[step]
-            for way, work in zip(_WAYS, works, strict=False):
+            # On gloo, a work for the receive and one for the send; else one for both.
+            ways = ("receive", "send") if len(works) == 2 else (None,) * len(works)
+            for way, work in zip(ways, works, strict=True):
                 try:
                     transport.wait_for(work)
                 except RuntimeError as error:
-                    # gloo may fail before the timeout: a peer that timed out first closes the
-                    # connection.
-                    what = self._what(step, way if len(works) > 1 else None)
-                    raise transport.fail_wait(f"{what}: {error}", self) from error
+                    # May be before the timeout: a peer that timed out first closes the connection.
+                    why = f"{self._what(step, way)}: {error}"
+                    raise transport.fail_wait(why, self) from error
             if self._side is None:
                 self._posted[step] = ()
         transport.blocked_seconds += time.perf_counter() - start
@@ -337,9 +338,6 @@ class Running:
                 )
         return f"{self.name}: {' and '.join(parts)}"
 
-
-_WAYS = "receive", "send"
-"""What the works of a batch on gloo are; HCCL has one for both."""
 
 _LIGHT = {Wait: Running._wait, Add: Running._add, Copy: Running._copy}
 """Instructions that may run on the side stream; each function takes the index of its own."""

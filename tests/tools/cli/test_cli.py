@@ -41,7 +41,7 @@ def test_a_broken_program_is_reported(monkeypatch, capsys) -> None:
     monkeypatch.setattr(verify_command, "cases", lambda size: broken_rule)
     assert cli.main(["verify", "--max-ranks", "3"]) == 1
     out = capsys.readouterr().out
-    assert re.match(r"refuted: BucketGather\(rows=.\), 3 ranks, in batches, .* 1 chunks", out)
+    assert re.match(r"refuted: BucketGather\(rows=.\), 3 ranks, .* 1 chunks", out)
     assert "rank 2 expects nothing" in out
 
 
