@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 from commfuse_npu.tools.hardware.machine import Level, Machine
 
 COMPUTE = "compute"
-ASIDE = "aside"
+SIDE_STREAM = "side stream"
 """The engines: the first stream of a device, and the side stream."""
 
 Key = tuple[object, ...]
@@ -60,7 +60,7 @@ class Operation(NamedTuple):
     """One launch.
 
     Attributes:
-        engine: ``compute``, ``aside`` or a lane's name.
+        engine: ``compute``, ``side stream`` or a lane's name.
         seconds: work at full speed; 0 for exchanges.
         sends, receives: messages; the operation is complete when all of them are.
         after: indices of operations of the same rank that must complete first.
@@ -160,7 +160,7 @@ class Links:
 
 # ------------------------------------------------------------------------ the simulation
 
-_STREAMS = COMPUTE, ASIDE
+STREAMS = COMPUTE, SIDE_STREAM
 
 
 @dataclass(eq=False, slots=True)
@@ -329,7 +329,7 @@ class Simulated:
     def _start(self, task: TimeSpan) -> None:
         operation = task.operation
         task.begin(self._now)
-        if operation.engine in _STREAMS:
+        if operation.engine in STREAMS:
             self._work[task.rank, operation.engine] = task
         for message in (*operation.sends, *operation.receives):
             ends = self._ends.setdefault(message.key, [])
@@ -347,7 +347,7 @@ class Simulated:
 
     def _set_rates(self) -> None:
         for (rank, _), work in self._work.items():
-            disturbed = self._touching[rank] or all((rank, e) in self._work for e in _STREAMS)
+            disturbed = self._touching[rank] or all((rank, e) in self._work for e in STREAMS)
             work.change(1.0 - self.links.machine.transfer_slowdown * bool(disturbed), self._now)
         for flow in self._flows:
             rate = flow.level.rate / max(self._on_link[link] for link in flow.path)

@@ -45,8 +45,8 @@ from commfuse_npu.plan.rules.rule import Rule
 from commfuse_npu.plan.schedule import RankSpec, Schedule
 from commfuse_npu.tools.hardware.machine import ITEM_BYTES
 from commfuse_npu.tools.simulate.engine import (
-    ASIDE,
     COMPUTE,
+    SIDE_STREAM,
     Key,
     Links,
     Message,
@@ -100,7 +100,7 @@ class Rank:
         self.free: tuple[str, ...] = ()
         self.keys = keys or count()
         self._last: dict[str, int] = {}
-        self._pending: dict[str, set[int]] = {COMPUTE: set(), ASIDE: set()}
+        self._pending: dict[str, set[int]] = {COMPUTE: set(), SIDE_STREAM: set()}
 
     def add(self, operation: Operation, after: Iterable[int]) -> int:
         """Append an operation that waits for those in ``after``; returns its index."""
@@ -281,7 +281,7 @@ class Rank:
         exchanged: dict[int, int] = {}
         events: dict[int, set[int]] = {}
         for instruction in program.code:
-            engine = ASIDE if uses_side_stream(instruction) else COMPUTE
+            engine = SIDE_STREAM if uses_side_stream(instruction) else COMPUTE
             if isinstance(instruction, Post | Collective):
                 transfer = instruction.transfer
                 name = f"{operation} {transfer.piece}"

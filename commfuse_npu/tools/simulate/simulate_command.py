@@ -19,7 +19,7 @@ from commfuse_npu.tools.option_types import (
     write_figures,
     write_output,
 )
-from commfuse_npu.tools.simulate.engine import ASIDE, COMPUTE, Simulated
+from commfuse_npu.tools.simulate.engine import COMPUTE, STREAMS, Simulated
 from commfuse_npu.tools.simulate.step import TrainingStep
 from commfuse_npu.tools.simulate.timed import CORNERS, as_json, best, show, timed
 from commfuse_npu.tools.simulate.training import Layout, training
@@ -30,7 +30,6 @@ _MOST_TOKENS = 1 << 24
 _MOST_MICRO_BATCHES = 1 << 16
 """Upper limits of option values: larger ones are unrealistic and would take too long."""
 
-_LANES = {COMPUTE: "compute", ASIDE: "side stream"}
 _LINKS = "links"
 _INSTANT = 1e-9
 
@@ -180,16 +179,16 @@ def _lanes(title: str, parts: Sequence[Simulated]) -> Row:
 
     def wait(start: float, end: float) -> None:
         if end - start > _INSTANT:
-            add(_LANES[COMPUTE], start, end, "waiting", f"{1e3 * (end - start):.1f}")
+            add(COMPUTE, start, end, "waiting", f"{1e3 * (end - start):.1f}")
 
     for simulated in parts:
         at = 0.0
         shown = simulated.shown_rank
         for span in simulated.spans:
-            lane = _LANES.get(span.operation.engine or "")
-            if lane is None or span.rank != shown or span.start == span.end:
+            lane = span.operation.engine
+            if lane not in STREAMS or span.rank != shown or span.start == span.end:
                 continue
-            if span.operation.engine == COMPUTE:
+            if lane == COMPUTE:
                 wait(at, span.start)
                 at = span.end
             add(lane, span.start, span.end, "work")
@@ -202,4 +201,4 @@ def _lanes(title: str, parts: Sequence[Simulated]) -> Row:
     waited = sum(bit.end - bit.start for bit in bits if bit.kind == "waiting")
     used = {bit.lane for bit in bits}
     label = f"{title}: {1e3 * begin:.1f} ms, waiting {waited:.1f} ms"
-    return Row(label, tuple(row for row in (*_LANES.values(), _LINKS) if row in used), tuple(bits))
+    return Row(label, tuple(row for row in (*STREAMS, _LINKS) if row in used), tuple(bits))

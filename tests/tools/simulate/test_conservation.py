@@ -10,8 +10,8 @@ from commfuse_npu.plan.slots import paired_microbatches, slots
 from commfuse_npu.tools.hardware.machine import Level
 from commfuse_npu.tools.simulate import llama
 from commfuse_npu.tools.simulate.engine import (
-    ASIDE,
     COMPUTE,
+    SIDE_STREAM,
     Links,
     Message,
     Operation,
@@ -64,10 +64,11 @@ def test_every_timeline_holds_and_one_rank_stands_for_all(
 
 def test_work_is_slowed_by_transfers_and_the_side_stream() -> None:
     message = Message(("x",), 0, 1, 2.0, delay=1.0)
-    work, aside = Operation("work", COMPUTE, 4.0), Operation("aside", ASIDE, 4.0)
+    work = Operation("work", COMPUTE, 4.0)
+    beside = Operation("beside", SIDE_STREAM, 4.0)
     ends = Operation("x", "lane", sends=(message,)), Operation("x", "lane", receives=(message,))
     links = Links(ideal(transfer_slowdown=0.5), 4)
-    run = Simulated([[work, ends[0]], [work, ends[1]], [work], [work, aside]], links)
+    run = Simulated([[work, ends[0]], [work, ends[1]], [work], [work, beside]], links)
     assert [(moved.start, moved.end) for moved in run.moved] == [(1.0, 3.0)]
     finished = {span.rank: span.end for span in run.spans if span.operation == work}
     assert finished == {0: 5.0, 1: 5.0, 2: 4.0, 3: 8.0}
