@@ -35,7 +35,7 @@ def test_peers_are_taken_by_their_distance() -> None:
 
 
 @settings(deadline=None)
-@given(rows=st.integers(1, 3000), parts=st.integers(1, 9))
+@given(rows=st.integers(1, 3000), parts=st.one_of(st.integers(1, 9), st.just(256)))
 def test_chunks_cover_a_block_once_and_differ_by_one_unit(rows: int, parts: int) -> None:
     runs = Schedule(chunks=parts).runs(rows)
     assert [row for run in runs for row in range(run.start, run.stop)] == list(range(rows))
@@ -53,6 +53,7 @@ def test_chunks_cover_a_block_once_and_differ_by_one_unit(rows: int, parts: int)
         ({"lanes": 0}, "lanes is 0; it must be a whole number from 1"),
         ({"chunks": 1.5}, "chunks is 1.5; it must be a whole number from 1"),
         ({"chunks": True}, "chunks is True"),
+        ({"chunks": 257}, "chunks is 257"),
         ({"shape": "two_level"}, "two_level needs node_size"),
         ({"node_size": 2}, "node_size 2 has no meaning for the shape 'shifted'"),
         (
