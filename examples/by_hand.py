@@ -1,7 +1,7 @@
 """The forwards of the fused ops, written by hand: post, compute, wait.  They equal the ops.
 
 pip install -e . torch
-torchrun --standalone --nproc_per_node 3 examples/by_hand.py
+torchrun --standalone --nproc_per_node 2 examples/by_hand.py
 """
 
 import torch
