@@ -8,7 +8,7 @@ from commfuse_npu.tools.config_file import ConfigError, read_config
 
 BROKEN = {
     "object": ("x: !!python/object/apply:os.system [exit]", "could not determine a constructor"),
-    "twice": ("a: 1\nb: 2\na: 3", "'a' is there twice"),
+    "twice": ("a: 1\nb: 2\na: 3", "line 3: 'a' is there twice"),
     "twice deep": ("a: {b: 1, b: 2}", "'b' is there twice"),
     "no date": ("a: 2026-99-99", "month must be in 1..12"),
     "too deep": ("a: " + "[" * 10_000, "maximum recursion depth"),

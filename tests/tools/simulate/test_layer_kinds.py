@@ -41,7 +41,7 @@ def seconds(
     return simulate(Links(machine, ranks), variant, build).seconds
 
 
-def operations(part: Callable[..., None], ranks: int, *sizes: int) -> list[Operation]:
+def operations(part: Callable[..., None], ranks: int, *sizes: int | LayerShape) -> list[Operation]:
     """What a part of a layer launches on a rank; memory takes a second per element."""
     rank = Rank(Links(ideal(hbm_bandwidth=float(ITEM_BYTES)), ranks), 0, MEGATRON)
     part(rank, *sizes)
@@ -89,6 +89,18 @@ def test_experts_compute_the_tokens_that_arrive(
         activated = TOKENS * 2 * 24 * (experts.halves + 1 if times == 1 else 2 * experts.halves + 1)
         assert elements(part, 1, TOKENS, HIDDEN) == sorted_twice + activated
         assert total == pytest.approx(compute + 2 * bytes_per_link)  # there and back
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_a_gate_is_read_and_has_a_gradient(halves: int) -> None:
+    shape = replace(DENSE, halves=halves)
+    elements = TOKENS * shape.dense
+    found = [
+        sum(o.seconds for o in operations(part, TP, shape) if o.name.startswith("activation"))
+        for part in (llama.forward, llama.backward)
+    ]
+    # Read and write; read the gradient of the output, and write those of what was read.
+    assert found == [elements * (halves + 1), elements * (2 * halves + 1)]
 
 
 def test_a_layer_of_experts() -> None:
