@@ -41,7 +41,11 @@ class GatherGemm(Rule):
     rows on each side of the own block.  Else a chunk of all peers is staged, multiplied, and its
     result copied into place; a collective puts the own rows between those of the peers, which makes
     two GEMMs.  Chunk j + 1 is posted before the work on chunk j, so that the host does not delay
-    the work.
+    the work.  Three chunks of 8 ranks, of which one is posted ahead::
+
+        host     post 0, own block, post 1, chunk 0, post 2, chunk 1, chunk 2, wgrad
+        compute  | own block | chunk 0 | chunk 1 | chunk 2 | wgrad |
+        links    | chunk 0   | chunk 1 | chunk 2 |         |       |
     """
 
     rows: int
@@ -51,79 +55,87 @@ class GatherGemm(Rule):
 
     def build(self, b: Builder) -> None:
         rows = self.rows
-        inputs = self.inputs
-        outputs = self.outputs
-        other = self.other
         runs = b.runs(rows)
-        n = b.size
-        r = b.rank
-        own = block_of(r, rows)
-        peers = peers_of(b.spec)
-        chunks = len(runs)
-        # A chunk of several blocks is not one run of rows in the whole matrix.
-        in_place = chunks == 1 or (b.peers <= 1 and not b.as_collective)
-        stacked = b.size if b.as_collective else b.peers
-        if in_place or other:
-            b.scratch("whole", n * rows, inputs)
+        own = block_of(b.rank, rows)
+        in_place = self._in_place(b)
+        if in_place or self.other:
+            b.scratch("whole", b.size * rows, self.inputs)
         if not in_place:
             for j, run in enumerate(runs):
-                b.scratch(f"staged {j}", stacked * (run.stop - run.start), inputs)
+                b.scratch(f"staged {j}", _stacked(b) * (run.stop - run.start), self.inputs)
+        # 1. Post the first chunks, and compute the own block while they are in flight.
         transfers = 1 if b.as_collective else max(1, b.peers)
         ahead = max(1, _AHEAD // transfers)
-
-        def post(j: int) -> None:
-            if j >= chunks:
-                return
-            sent = rows_of("shard", runs[j])
-            length = runs[j].stop - runs[j].start
-            if b.as_collective:
-                out = Span("whole" if in_place else f"staged {j}", 0, n * length)
-                b.collective("all_gather", sent, out, "block {source}", j, chunks)
-                return
-            for hop in b.hops("first"):
-                into = rows_of("whole", inside(hop.source, rows, runs[j]))
-                if not in_place:
-                    into = rows_of(f"staged {j}", block_of(peers.index(hop.source), length))
-                b.post(hop, sent, into, "block {source}", j, chunks)
-
         for j in range(ahead):
-            post(j)
-
-        def gemm(out: Span, piece: Span) -> None:
-            if outputs:
-                b.compute("gemm", [out], [piece, Span("weight", 0, inputs)])
-
-        gemm(rows_of("out", own), Span("shard", 0, rows))
+            self._post(b, j)
+        self._gemm(b, rows_of("out", own), Span("shard", 0, rows))
         if ahead < 2:
-            post(1)
-        if other and not (b.as_collective and in_place):
+            self._post(b, 1)
+        if self.other and not (b.as_collective and in_place):
             b.copy(rows_of("whole", own), Span("shard", 0, rows), on_side_stream=True)
+        # 2. Each chunk as it arrives.
         for j, run in enumerate(runs):
             if j + 1 >= max(2, ahead):
-                post(j + 1)
-            length = run.stop - run.start
+                self._post(b, j + 1)
             if in_place:
                 for side in sides_of(b.spec):
                     section = slice(side[0] * rows + run.start, side[-1] * rows + run.stop)
-                    gemm(rows_of("out", section), rows_of("whole", section))
-                continue
-            staged = f"staged {j}"
-            result = f"result {j}"
-            if other:
-                _spread(b, "whole", staged, run, rows, on_side_stream=True)
-            if outputs:
-                b.scratch(result, stacked * length, outputs, slot=f"result {j % 2}")
-            pieces = [slice(0, b.peers * length)]
-            if b.as_collective:
-                pieces = [
-                    slice(side[0] * length, (side[-1] + 1) * length) for side in sides_of(b.spec)
-                ]
-            for piece in pieces:
-                gemm(rows_of(result, piece), rows_of(staged, piece))
-            if outputs:
-                _spread(b, "out", result, run, rows, on_side_stream=j < chunks - 1)
-        if other:
-            b.compute("wgrad", [], [Span("whole", 0, n * rows), Span("other", 0, n * rows)])
+                    self._gemm(b, rows_of("out", section), rows_of("whole", section))
+            else:
+                self._multiply_staged(b, j)
+        # 3. All rows have arrived.
+        if self.other:
+            whole = Span("whole", 0, b.size * rows)
+            b.compute("wgrad", [], [whole, Span("other", 0, b.size * rows)])
+
+    def _in_place(self, b: Builder) -> bool:
+        """Whether chunks arrive in place: one of several blocks is not one run of rows there."""
+        return len(b.runs(self.rows)) == 1 or (b.peers <= 1 and not b.as_collective)
+
+    def _post(self, b: Builder, j: int) -> None:
+        """Post chunk ``j``, if there is one."""
+        rows = self.rows
+        runs = b.runs(rows)
+        chunks = len(runs)
+        if j >= chunks:
+            return
+        in_place = self._in_place(b)
+        sent = rows_of("shard", runs[j])
+        length = runs[j].stop - runs[j].start
+        if b.as_collective:
+            out = Span("whole" if in_place else f"staged {j}", 0, b.size * length)
+            b.collective("all_gather", sent, out, "block {source}", j, chunks)
+            return
+        peers = peers_of(b.spec)
+        for hop in b.hops("first"):
+            into = rows_of("whole", inside(hop.source, rows, runs[j]))
+            if not in_place:
+                into = rows_of(f"staged {j}", block_of(peers.index(hop.source), length))
+            b.post(hop, sent, into, "block {source}", j, chunks)
+
+    def _gemm(self, b: Builder, out: Span, piece: Span) -> None:
+        if self.outputs:
+            b.compute("gemm", [out], [piece, Span("weight", 0, self.inputs)])
+
+    def _multiply_staged(self, b: Builder, j: int) -> None:
+        """Multiply chunk ``j`` of all peers, and copy it and its result into place."""
+        runs = b.runs(self.rows)
+        run = runs[j]
+        length = run.stop - run.start
+        staged = f"staged {j}"
+        result = f"result {j}"
+        if self.other:
+            _spread(b, "whole", staged, run, self.rows, on_side_stream=True)
+        if self.outputs:
+            b.scratch(result, _stacked(b) * length, self.outputs, slot=f"result {j % 2}")
+        pieces = [slice(0, b.peers * length)]
+        if b.as_collective:
+            pieces = [slice(side[0] * length, (side[-1] + 1) * length) for side in sides_of(b.spec)]
+        for piece in pieces:
+            self._gemm(b, rows_of(result, piece), rows_of(staged, piece))
+        if self.outputs:
+            last = j == len(runs) - 1
+            _spread(b, "out", result, run, self.rows, on_side_stream=not last)
 
     def unfused(self, c: Carrier) -> None:
         rows = self.rows
@@ -136,6 +148,11 @@ class GatherGemm(Rule):
             )
         if self.other:
             c.wgrad(whole, c.given("other", c.spec.size * rows, self.other))
+
+
+def _stacked(b: Builder) -> int:
+    """Number of blocks in a staged chunk: a collective has the own one, too."""
+    return b.size if b.as_collective else b.peers
 
 
 def _spread(
