@@ -2,11 +2,10 @@
 
 Megatron's ``SelfAttention`` computes q, k and v of its rows, embeds positions, attends and
 projects.  During one call, the first projection gets another ``forward``
-(:func:`.patching.replaced`), and
-the layer's head counts are those of this rank only.  Module hooks therefore run as usual (those of
-the distributed optimizer wait for weights), and so does Megatron's code between the projections, on
-the full sequence instead of the rows of a rank.  The core attention returns a
-:class:`.DeferredAttention`, which the output projection runs.
+(:func:`.patching.replaced`), and the layer's head counts are those of this rank only.  Module hooks
+therefore run as usual (those of the distributed optimizer wait for weights), and so does Megatron's
+code between the projections, on the full sequence instead of the rows of a rank.  The core
+attention returns a :class:`.DeferredAttention`, which the output projection runs.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ class Case(NamedTuple):
 def cases(size: int, chunks: Sequence[int] = CHUNKS) -> Iterator[Case]:
     """The cases to prove for a group of ``size`` ranks.
 
-    Every rule is combined with every shape; for up to 8 ranks with every choice of
-    its arguments; for up to 4 ranks with every number of chunks.  The other options alternate:
-    lanes, and numbers of rows that divide evenly, do not, or are below that of the chunks.
+    Every rule is combined with every shape; for up to 8 ranks with every choice of its arguments;
+    for up to 4 ranks with every number of chunks.  The other options alternate: lanes, and numbers
+    of rows that divide evenly, do not, or are below that of the chunks.
     """
     choices = [[*product([count], LANES, _rows(count))] for count in chunks]
     if size > _ALL_CHUNKS_UP_TO:

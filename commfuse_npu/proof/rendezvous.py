@@ -64,7 +64,7 @@ class PostBatch(NamedTuple):
 
 
 class WaitForEnds(NamedTuple):
-    """WaitForEnds until these ends are complete."""
+    """Wait until these ends are complete."""
 
     ends: tuple[TransferEnd, ...]
 

@@ -11,8 +11,8 @@ The first gradient of a weight does not wait but is watched:
 - A weight whose hook may start a reduction (``--overlap-grad-reduce``) belongs to a group of
   buckets; its gradient of the last micro-batch does not wait.
 - Without fusion, autograd adds the gradients of several uses (tied embeddings), in their dtype,
-  before the hook adds the sum.  So gradients wait only if they
-  reach the hook unchanged.
+  before the hook adds the sum.  So gradients wait only if they reach the hook
+  unchanged.
 """
 
 from __future__ import annotations

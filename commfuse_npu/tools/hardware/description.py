@@ -182,9 +182,10 @@ class Hardware:
         """The machine with one value of every range.
 
         Args:
-            compute: which value of the figures of computation, those of ``npu``.
+            compute: which value of the figures of computation, those of ``npu`` but its slowdown by
+                transfers.
             links: which value of the figures of communication, all others: the time of transfers,
-                and what they cost the host and the memory.
+                and what they cost the host, the memory and the computation beside them.
         """
 
         def value(name: str) -> float:

@@ -115,7 +115,7 @@ def _in_form(options: Options, form: Variant) -> list[str]:
         result.drop(*commfuse_names(result))
     if form is OVERLAP:
         result.set("--commfuse-overlap-memory")  # required in a plain pipeline
-    return [*result.words, *(form.flags or "").split()]
+    return [*result.words, *form.flags.split()]
 
 
 # ------------------------------------------------------------------- trainings

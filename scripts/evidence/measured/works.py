@@ -51,7 +51,8 @@ class WorkKind(NamedTuple):
         """Bytes that one rank sends to another in one run, in fp32.
 
         A pair of layers has five collectives over blocks of ``[s, H]``: the backward of the first
-        gathers its input again instead of keeping N times the memory (as Megatron does)."""
+        gathers its input again instead of keeping N times the memory (as Megatron does).
+        """
         block = scale.rows // scale.ranks * scale.hidden * 4
         return block * 5 * self.pairs
 
